@@ -1,0 +1,1 @@
+"""Argument parsing of the console scripts."""

@@ -1,0 +1,1 @@
+"""HF-compatible model classes, sessions and routing."""

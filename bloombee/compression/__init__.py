@@ -1,0 +1,1 @@
+"""Tensor to frame codecs and the choice between them."""

@@ -1,0 +1,1 @@
+"""Pure policies of placement; no torch, no clock, no I/O."""

@@ -1,0 +1,64 @@
+"""Frames: a fixed head, a message, and the payload's bytes.
+
+    offset  size  what
+    0       1     kind: 0 keep-alive (the frame ends here), 1 message
+    1       4     message length, little endian
+    5       4     payload length, little endian
+    9       ...   message, then payload, and nothing after it
+
+Lengths are checked against the frame before anything is allocated.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+
+import msgspec
+
+from bloombee.errors import ProtocolError
+from bloombee.protocol.messages import AnyMessage
+
+KEEP_ALIVE = b"\x00"
+MAX_MESSAGE_BYTES = 1 << 20
+
+_HEAD = struct.Struct("<BII")
+_MESSAGE = 1
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
+
+Buffer = bytes | bytearray | memoryview
+
+
+def encode(message: AnyMessage, payload: Buffer = b"") -> Sequence[Buffer]:
+    """The parts of one frame, to be sent joined; the payload is not copied."""
+    body = _encoder.encode(message)
+    size = payload.nbytes if isinstance(payload, memoryview) else len(payload)
+    return (_HEAD.pack(_MESSAGE, len(body), size), body, payload)
+
+
+def decode(frame: Buffer) -> tuple[AnyMessage, memoryview] | None:
+    """The message and payload of a frame, or None for a keep-alive.
+
+    The payload is a view into `frame`. Raises ProtocolError when the frame is
+    empty, truncated, too long, or holds no known message.
+    """
+    view = memoryview(frame).cast("B")
+    if view.nbytes == 1 and view[0] == 0:
+        return None
+    if view.nbytes < _HEAD.size:
+        raise ProtocolError(f"truncated frame: {view.nbytes} bytes, the head alone has {_HEAD.size}")
+    kind, body, payload = _HEAD.unpack_from(view)
+    if kind != _MESSAGE:
+        raise ProtocolError(f"unknown frame kind {kind}")
+    if body > MAX_MESSAGE_BYTES:
+        raise ProtocolError(f"a message of {body} bytes is over the limit of {MAX_MESSAGE_BYTES}")
+    if _HEAD.size + body + payload != view.nbytes:
+        raise ProtocolError(
+            f"frame of {view.nbytes} bytes announces {_HEAD.size + body + payload}"
+        )
+    try:
+        message = _decoder.decode(view[_HEAD.size : _HEAD.size + body])
+    except (msgspec.DecodeError, msgspec.ValidationError, RecursionError) as error:
+        raise ProtocolError(f"malformed message: {error}") from None
+    return message, view[_HEAD.size + body :]

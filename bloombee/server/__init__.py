@@ -1,0 +1,1 @@
+"""Handler, scheduler, executor and the wiring of one server."""

@@ -1,0 +1,1 @@
+"""Identity, DHT records and the live view of who serves what."""

@@ -1,0 +1,1 @@
+"""Timing spans, counters and logging set-up; the only timing code."""

@@ -1,0 +1,1 @@
+"""Streams of byte frames between peers: gRPC with TLS, and in memory for tests."""
