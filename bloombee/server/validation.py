@@ -1,0 +1,237 @@
+"""What a server accepts, as tables of rules over values: no torch, no clock, no I/O.
+
+`check_open` and `check_step` judge a message by itself; what depends on the
+steps before it is judged by `sequences.SequenceBook`. All checks come before
+anything is allocated or changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from bloombee.core import PackedTable, Span
+from bloombee.errors import (
+    BloomBeeError,
+    ProtocolError,
+    RequestError,
+    StaleEpoch,
+    Unsupported,
+)
+from bloombee.protocol.messages import Open, Operations, Step
+
+NO_OPERATIONS = Operations()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offer:
+    """What this server serves: blocks `span` of a model, rows of `hidden_size`.
+
+    `max_length` is the longest sequence that the model itself allows.
+    """
+
+    fingerprint: str
+    span: Span
+    hidden_size: int
+    max_length: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Enforced before any allocation; `max_sequences` is per session."""
+
+    max_sessions: int = 256
+    max_sessions_per_peer: int = 64
+    max_sequences: int = 1024
+    max_step_tokens: int = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What a session agreed to when it opened."""
+
+    epoch: int
+    span: Span
+    sequences: int
+    max_length: int
+
+
+M = TypeVar("M")
+C = TypeVar("C")
+
+
+@dataclass(frozen=True, slots=True)
+class Rule(Generic[M, C]):
+    """`broken` says whether a message breaks the rule in its context; `says` tells how."""
+
+    broken: Callable[[M, C], bool]
+    error: type[BloomBeeError]
+    says: Callable[[M, C], str]
+
+
+def _judge(rules: Sequence[Rule[M, C]], message: M, context: C) -> None:
+    for rule in rules:
+        if rule.broken(message, context):
+            raise rule.error(rule.says(message, context))
+
+
+# Open --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _OpenContext:
+    offer: Offer
+    limits: Limits
+
+
+_OPEN_RULES: tuple[Rule[Open, _OpenContext], ...] = (
+    Rule(
+        lambda m, c: m.fingerprint != c.offer.fingerprint,
+        RequestError,
+        lambda m, c: (
+            f"this server serves another model ({c.offer.fingerprint[:12]}, asked for "
+            f"{m.fingerprint[:12]}): load the client from the same files"
+        ),
+    ),
+    Rule(
+        lambda m, c: not (c.offer.span.start <= m.start < m.end <= c.offer.span.end),
+        RequestError,
+        lambda m, c: f"blocks {m.start}:{m.end} are not served here, {c.offer.span} are",
+    ),
+    Rule(
+        lambda m, c: not 1 <= m.sequences <= c.limits.max_sequences,
+        RequestError,
+        lambda m, c: (
+            f"{m.sequences} sequences in a session: this server allows "
+            f"1 to {c.limits.max_sequences}"
+        ),
+    ),
+    Rule(
+        lambda m, c: not 1 <= m.max_length <= c.offer.max_length,
+        RequestError,
+        lambda m, c: (
+            f"max_length {m.max_length}: the model allows 1 to {c.offer.max_length} tokens"
+        ),
+    ),
+    Rule(
+        lambda m, c: m.dtype == "int32",
+        RequestError,
+        lambda m, c: "rows travel as float32, bfloat16 or float16, not int32",
+    ),
+    Rule(
+        lambda m, c: m.input != "rows" or m.output != "rows",
+        Unsupported,
+        lambda m, c: f"input {m.input} and output {m.output}: this version takes and gives rows",
+    ),
+    Rule(
+        lambda m, c: m.ring is not None or m.sampling is not None,
+        Unsupported,
+        lambda m, c: "sampling on the server: this version leaves the head to the client",
+    ),
+)
+
+
+def check_open(message: Open, offer: Offer, limits: Limits) -> Terms:
+    """The terms of the session that `message` asks for.
+
+    Raises RequestError or Unsupported, with what is served instead.
+    """
+    _judge(_OPEN_RULES, message, _OpenContext(offer, limits))
+    return Terms(
+        message.epoch, Span(message.start, message.end), message.sequences, message.max_length
+    )
+
+
+# Step --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class StepContext:
+    """What a step is held against besides the steps before it."""
+
+    terms: Terms
+    hidden_size: int
+    max_step_tokens: int
+
+
+_STEP_RULES: tuple[Rule[Step, StepContext], ...] = (
+    Rule(
+        lambda m, c: m.epoch < c.terms.epoch,
+        StaleEpoch,
+        lambda m, c: f"step {m.step} is of epoch {m.epoch}, the session is at {c.terms.epoch}",
+    ),
+    Rule(
+        lambda m, c: m.epoch > c.terms.epoch,
+        Unsupported,
+        lambda m, c: (
+            f"step {m.step} is of epoch {m.epoch}, the session of {c.terms.epoch}: "
+            "open a new session"
+        ),
+    ),
+    Rule(
+        lambda m, c: m.step < 1,
+        ProtocolError,
+        lambda m, c: "steps count from 1",
+    ),
+    Rule(
+        lambda m, c: m.replay or not m.write_kv or bool(m.operations.accepted),
+        Unsupported,
+        lambda m, c: (
+            f"step {m.step} asks for replay, recomputation or acceptance, "
+            "which this version does not do"
+        ),
+    ),
+    Rule(
+        lambda m, c: m.payload.content != "rows" or m.payload.dtype == "int32",
+        Unsupported,
+        lambda m, c: (
+            f"step {m.step} carries {m.payload.content} of {m.payload.dtype}: "
+            "this version takes rows of floats"
+        ),
+    ),
+    Rule(
+        lambda m, c: m.payload.width != c.hidden_size,
+        RequestError,
+        lambda m, c: (
+            f"step {m.step} carries rows of {m.payload.width}, the model's have {c.hidden_size}"
+        ),
+    ),
+    Rule(
+        lambda m, c: m.payload.rows > c.max_step_tokens,
+        RequestError,
+        lambda m, c: (
+            f"step {m.step} carries {m.payload.rows} tokens: send at most "
+            f"{c.max_step_tokens} in a step"
+        ),
+    ),
+    Rule(
+        lambda m, c: m.payload.rows != sum(m.counts),
+        ProtocolError,
+        lambda m, c: f"step {m.step} carries {m.payload.rows} rows for {sum(m.counts)} tokens",
+    ),
+)
+
+
+def check_step(message: Step, context: StepContext) -> PackedTable:
+    """The step's packed table, when the message is sound by itself.
+
+    Raises StaleEpoch, Unsupported, RequestError, or ProtocolError.
+    """
+    _judge(_STEP_RULES, message, context)
+    try:
+        return PackedTable(
+            message.sequences, message.first_positions, message.counts, message.parents
+        )
+    except ValueError as error:
+        raise ProtocolError(f"step {message.step}: {error}") from None
+
+
+def touched(message: Step) -> frozenset[int]:
+    """The sequences that a step reads or writes, through tokens or operations."""
+    operations = message.operations
+    if operations == NO_OPERATIONS:
+        return frozenset(message.sequences)
+    named = [sequence for pair in operations.forks for sequence in pair]
+    named += [sequence for sequence, _ in operations.truncates]
+    return frozenset((*message.sequences, *named, *operations.releases))
