@@ -1,0 +1,55 @@
+"""Types of settings that several commands share, with how they are written and checked."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field
+
+from bloombee.config.base import Flag
+from bloombee.core import Span
+
+MULTIADDRESS = re.compile(r"(/[^/\s]+)+/p2p/[1-9A-HJ-NP-Za-km-z]{20,}")
+DEVICE = re.compile(r"auto|cpu|mps|cuda(:\d+)?")
+ADDRESS = re.compile(r"(\[[0-9a-fA-F:.%]+\]|[^\s:/\[\]]+)(:\d{1,5})?")
+
+
+def _span(value: object) -> object:
+    return value if isinstance(value, Span) else Span.parse(str(value))
+
+
+def _peer(value: str) -> str:
+    if MULTIADDRESS.fullmatch(value) is None:
+        raise ValueError(
+            "peers are written as multiaddresses, such as "
+            f"/ip4/203.0.113.5/tcp/31337/p2p/12D3KooW..., got {value!r}"
+        )
+    return value
+
+
+def _device(value: str) -> str:
+    if DEVICE.fullmatch(value) is None:
+        raise ValueError(f"devices are auto, cpu, cuda, cuda:0 and so on, got {value!r}")
+    return value
+
+
+def _announced(value: str) -> str:
+    if ADDRESS.fullmatch(value) is None:
+        raise ValueError(f"an announced address is HOST or HOST:PORT, got {value!r}")
+    return value
+
+
+DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
+LogLevel = Literal["debug", "info", "warning", "error"]
+
+Blocks = Annotated[Span, BeforeValidator(_span), Flag(metavar="START:END")]
+Peer = Annotated[str, AfterValidator(_peer)]
+Peers = Annotated[tuple[Peer, ...], Flag(metavar="MADDR", item="/.+")]
+Device = Annotated[str, AfterValidator(_device)]
+Announced = Annotated[str, AfterValidator(_announced), Flag(metavar="HOST[:PORT]")]
+Port = Annotated[int, Field(ge=0, le=65535)]
+File = Annotated[Path, Flag(metavar="FILE")]
+ModelName = Annotated[str, Field(min_length=1), Flag(metavar="PATH|HUB_ID|ALIAS")]
+PositiveInt = Annotated[int, Field(gt=0), Flag(metavar="N")]

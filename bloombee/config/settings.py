@@ -1,0 +1,166 @@
+"""The settings of every command: name, type, default and help, once."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from bloombee.config.base import Flag, Settings
+from bloombee.config.fields import (
+    Announced,
+    Blocks,
+    Device,
+    DtypeName,
+    File,
+    LogLevel,
+    ModelName,
+    Peers,
+    Port,
+    PositiveInt,
+)
+
+
+class NetworkSettings(Settings):
+    """How to reach a swarm."""
+
+    initial_peers: Peers = Field(
+        (), description="peers of the swarm to join; one that answers is enough"
+    )
+    swarm_key: File | None = Field(
+        None, description="file with the key that all members of a private swarm share"
+    )
+    log_level: LogLevel = Field("info", description="least severity of what is logged")
+
+
+class ListenSettings(NetworkSettings):
+    """How others reach this process."""
+
+    new_swarm: bool = Field(False, description="start a swarm instead of joining one")
+    host: str = Field("0.0.0.0", description="address to listen on")
+    dht_port: Port = Field(0, description="port of the DHT node; 0 takes a free one")
+    announce: Announced | None = Field(
+        None,
+        description="address under which others reach this process, if not the one it listens on",
+    )
+    identity: File | None = Field(
+        None,
+        description="file with this peer's private key, made if missing; else a new key each start",
+    )
+    ready_file: File | None = Field(
+        None, description="write peer, addresses and pid to this file, as JSON, once ready"
+    )
+
+    @model_validator(mode="after")
+    def _one_swarm(self) -> ListenSettings:
+        if self.new_swarm and self.initial_peers:
+            raise ValueError("--new-swarm and --initial-peers exclude each other; leave one out")
+        return self
+
+
+class DhtSettings(ListenSettings):
+    """`bloombee-dht`. Without initial peers it is the first node of a swarm."""
+
+    dht_port: Port = Field(31337, description="port of the DHT node; 0 takes a free one")
+
+
+class ServerSettings(ListenSettings):
+    """`bloombee-server`."""
+
+    model: ModelName = Field(description="the model to serve a part of")
+    blocks: Blocks | None = Field(None, description="the blocks to serve, e.g. 0:10")
+    num_blocks: PositiveInt | None = Field(
+        None,
+        description="how many blocks to serve, where the swarm covers least; else all that fit",
+    )
+    port: Port = Field(0, description="port of the data connections (gRPC); 0 takes a free one")
+    device: Device = Field("auto", description="auto, cpu, cuda or cuda:N")
+    dtype: DtypeName = Field(
+        "auto", description="type of weights and activations; auto is the model's own"
+    )
+    threads: PositiveInt | Literal["auto"] = Field(
+        "auto", description="threads that compute on the CPU; auto is one a core"
+    )
+    kv_tokens: PositiveInt | Literal["auto"] = Field(
+        "auto",
+        description="KV capacity in tokens, over all sessions; auto is what memory allows",
+    )
+    max_length: PositiveInt | None = Field(
+        None,
+        description="longest sequence a session may ask for, in tokens; else the model's own limit",
+    )
+    max_step_tokens: PositiveInt = Field(
+        2048, description="tokens computed in one pass; longer prompts are split"
+    )
+    max_sessions: PositiveInt = Field(256, description="sessions served at a time")
+    max_frame_bytes: PositiveInt = Field(
+        64 << 20, description="largest message accepted from a peer"
+    )
+    max_requests_per_s: PositiveInt = Field(
+        2000, description="messages accepted from one peer in a second"
+    )
+
+    @model_validator(mode="after")
+    def _coherent(self) -> ServerSettings:
+        if not self.new_swarm and not self.initial_peers:
+            raise ValueError(
+                "give --initial-peers MADDR ... to join a swarm or --new-swarm to start one"
+            )
+        if self.blocks is not None and self.num_blocks is not None:
+            raise ValueError("--blocks and --num-blocks exclude each other; leave one out")
+        return self
+
+
+class StatusSettings(NetworkSettings):
+    """`bloombee-status`."""
+
+    model: ModelName | None = Field(None, description="show only the swarm of this model")
+    json_output: bool = Field(False, alias="json", description="print one JSON object")
+
+
+class SamplingSettings(Settings):
+    """How the next token is chosen, shared by every command that generates."""
+
+    max_new_tokens: PositiveInt = Field(128, description="tokens to generate at most")
+    temperature: float = Field(
+        0.0, ge=0, description="0 takes the most likely token; higher is more varied"
+    )
+    top_p: float = Field(
+        1.0, gt=0, le=1, description="sample only from the most likely tokens that add up to this"
+    )
+    seed: Annotated[int, Field(ge=0)] | None = Field(None, description="makes sampling repeatable")
+    chat: bool = Field(
+        True, description="wrap the prompt in the model's chat template, if it has one"
+    )
+    json_output: bool = Field(False, alias="json", description="print one JSON object")
+
+
+class GenerateSettings(NetworkSettings, SamplingSettings):
+    """`bloombee-generate`."""
+
+    prompt: Annotated[str, Flag(positional=True)] = Field(
+        description="the text to answer or continue"
+    )
+    model: ModelName = Field(description="the model that the swarm serves")
+    dtype: DtypeName = Field("auto", description="type of the client's own weights and activations")
+    log_level: LogLevel = Field("warning", description="least severity of what is logged")
+
+    @model_validator(mode="after")
+    def _some_peer(self) -> GenerateSettings:
+        if not self.initial_peers:
+            raise ValueError("give --initial-peers MADDR ... as the servers print them")
+        return self
+
+
+class DemoSettings(SamplingSettings):
+    """`scripts/demo`."""
+
+    prompt: Annotated[str, Flag(positional=True)] = Field(
+        "In three sentences: why do bees dance?", description="the text to answer"
+    )
+    servers: PositiveInt = Field(
+        3, description="servers to start, each with its share of the blocks"
+    )
+    model: ModelName = Field("smollm2", description="the model to serve")
+    dtype: DtypeName = Field("auto", description="type of weights and activations")
+    log_level: LogLevel = Field("warning", description="least severity of what is logged")
