@@ -1,0 +1,165 @@
+"""The event loop that all clients of a process share, in a thread of its own.
+
+Callers are ordinary code: scripts, notebook cells, coroutines of another loop.
+`run` hands a coroutine over and waits for its result in the calling thread; an
+interrupt there (Ctrl-C) cancels the coroutine and waits until it has cleaned up.
+Long-lived work (readers of streams) goes into the loop's task group by `spawn`.
+The thread is a daemon, and `close` is registered with `atexit`, so that an
+interpreter that ends never waits for a peer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import functools
+import os
+import threading
+from collections.abc import Coroutine
+from typing import Any, Generic, TypeVar
+
+import uvloop
+
+from bloombee.errors import RequestError
+
+Result = TypeVar("Result")
+
+CANCEL_GRACE_S = 5.0
+CLOSE_GRACE_S = 5.0
+
+
+class _Call(Generic[Result]):
+    """One coroutine on its way through the loop; `done` is free once it has ended."""
+
+    __slots__ = ("_coroutine", "_error", "_task", "_value", "done")
+
+    def __init__(self, coroutine: Coroutine[Any, Any, Result]) -> None:
+        self.done = threading.Lock()
+        self.done.acquire()
+        self._coroutine = coroutine
+        self._task: asyncio.Task[None] | None = None
+        self._value: Result | None = None
+        self._error: BaseException | None = None
+
+    def start(self, tasks: asyncio.TaskGroup) -> None:
+        """Begin, in the loop's thread."""
+        if self._error is None:
+            self._task = tasks.create_task(self._drive())
+            self._task.add_done_callback(self._end)
+
+    def cancel(self, error: BaseException) -> None:
+        """Stop it, in the loop's thread, or keep it from starting."""
+        if self._task is not None:
+            self._task.cancel()
+        elif self._error is None:
+            self._error = error
+            self._end()
+
+    async def _drive(self) -> None:
+        try:
+            self._value = await self._coroutine
+        except BaseException as error:  # noqa: BLE001 - raised again in the thread that waits
+            self._error = error
+
+    def _end(self, task: asyncio.Task[None] | None = None) -> None:
+        # A task cancelled before its first step never entered the coroutine.
+        self._coroutine.close()
+        if task is not None and task.cancelled():
+            self._error = asyncio.CancelledError()
+        self.done.release()
+
+    def result(self) -> Result:
+        """What the coroutine returned; raises what it raised."""
+        if isinstance(self._error, asyncio.CancelledError):
+            raise RequestError("the client was closed before the call was answered")
+        if self._error is not None:
+            raise self._error
+        return self._value  # pyright: ignore[reportReturnType] - set when there is no error
+
+
+class LoopThread:
+    """An event loop with a root task group in a daemon thread."""
+
+    def __init__(self) -> None:
+        self._loop = uvloop.new_event_loop()
+        self._ready = threading.Event()
+        self._closed = False
+        self._thread = threading.Thread(target=self._serve, name="bloombee-client", daemon=True)
+        self._thread.start()
+        self._ready.wait()
+
+    def _serve(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_until_complete(self._hold_tasks())
+        finally:
+            self._loop.close()
+
+    async def _hold_tasks(self) -> None:
+        self._stop = asyncio.Event()
+        async with asyncio.TaskGroup() as self._tasks:
+            self._ready.set()
+            await self._stop.wait()
+            current = asyncio.current_task()
+            for task in asyncio.all_tasks():
+                if task is not current:
+                    task.cancel()
+
+    @property
+    def tasks(self) -> asyncio.TaskGroup:
+        """The root task group; use it in the loop's thread only. Its tasks must not raise."""
+        return self._tasks
+
+    @property
+    def is_open(self) -> bool:
+        """Whether coroutines can still be run."""
+        return not self._closed
+
+    def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
+        """Run `coroutine` in the loop and wait for its result.
+
+        Raises what it raises; KeyboardInterrupt when this thread is interrupted
+        (the coroutine is cancelled first); RequestError when called in the loop's
+        own thread, which would wait for itself, or when the loop was closed.
+        """
+        if self._closed or threading.current_thread() is self._thread:
+            coroutine.close()
+            where = "the client is closed" if self._closed else "called from the client's own loop"
+            raise RequestError(f"can't wait for the swarm here: {where}")
+        call = _Call(coroutine)
+        self._loop.call_soon_threadsafe(call.start, self._tasks)
+        try:
+            call.done.acquire()
+        except BaseException as interrupt:
+            self._loop.call_soon_threadsafe(call.cancel, interrupt)
+            call.done.acquire(timeout=CANCEL_GRACE_S)
+            raise
+        return call.result()
+
+    def post(self, coroutine: Coroutine[Any, Any, object]) -> None:
+        """Start `coroutine` and don't wait: what finalizers use. Drops it once closed."""
+        if self._closed:
+            coroutine.close()
+            return
+        self._loop.call_soon_threadsafe(_Call(coroutine).start, self._tasks)
+
+    def close(self) -> None:
+        """Cancel all tasks and end the thread; waits for a few seconds at most."""
+        if self._closed:
+            return
+        self._closed = True
+        self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join(CLOSE_GRACE_S)
+
+
+@functools.cache
+def _loop_of_process(process_id: int) -> LoopThread:
+    del process_id  # the key: a forked child must not use its parent's thread
+    loop = LoopThread()
+    atexit.register(loop.close)
+    return loop
+
+
+def shared_loop() -> LoopThread:
+    """The loop of this process, started on first use."""
+    return _loop_of_process(os.getpid())

@@ -1,0 +1,144 @@
+"""The client's loop thread: results, errors, interrupts, notebooks, exit."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from bloombee.client.loop import LoopThread, shared_loop
+from bloombee.errors import RequestError
+
+
+@pytest.fixture
+def loop():
+    thread = LoopThread()
+    yield thread
+    thread.close()
+
+
+async def double(value: int) -> int:
+    await asyncio.sleep(0)
+    return 2 * value
+
+
+def test_results_and_errors_come_back(loop: LoopThread) -> None:
+    async def fail() -> None:
+        raise ValueError("no")
+
+    assert loop.run(double(21)) == 42
+    with pytest.raises(ValueError, match="no"):
+        loop.run(fail())
+    assert loop.run(double(1)) == 2
+
+
+def test_it_works_inside_a_running_loop(loop: LoopThread) -> None:
+    async def notebook_cell() -> int:
+        return loop.run(double(4))
+
+    assert asyncio.run(notebook_cell()) == 8
+
+
+def test_many_threads_use_it_at_once(loop: LoopThread) -> None:
+    results: list[int] = []
+    threads = [
+        threading.Thread(target=lambda n=n: results.append(loop.run(double(n)))) for n in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(5)
+    assert sorted(results) == [2 * n for n in range(8)]
+
+
+def test_an_interrupt_cancels_the_coroutine_and_waits_for_its_cleanup(loop: LoopThread) -> None:
+    events: list[str] = []
+
+    async def wait_for_ever() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0.05)
+            events.append("cleaned")
+
+    main = threading.main_thread().ident
+    assert main is not None
+    timer = threading.Timer(0.2, signal.pthread_kill, [main, signal.SIGINT])
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        loop.run(wait_for_ever())
+    assert events == ["cleaned"]
+    assert loop.run(double(3)) == 6
+
+
+def test_waiting_for_itself_is_refused(loop: LoopThread) -> None:
+    async def inner() -> int:
+        return loop.run(double(1))
+
+    with pytest.raises(RequestError, match="own loop"):
+        loop.run(inner())
+
+
+def test_a_closed_loop_refuses_and_close_cancels(loop: LoopThread) -> None:
+    cancelled = threading.Event()
+
+    async def stay() -> None:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+
+    loop.post(stay())
+    loop.run(double(1))
+    loop.close()
+    assert cancelled.wait(1)
+    with pytest.raises(RequestError, match="closed"):
+        loop.run(double(1))
+    loop.post(double(1))
+
+
+def test_a_call_that_the_close_overtakes_is_refused(loop: LoopThread) -> None:
+    async def stay() -> None:
+        await asyncio.Event().wait()
+
+    threading.Timer(0.1, loop.close).start()
+    with pytest.raises(RequestError, match="closed before"):
+        loop.run(stay())
+
+
+def test_the_process_shares_one_loop() -> None:
+    assert shared_loop() is shared_loop()
+
+
+def test_an_interpreter_with_pending_work_ends_at_once() -> None:
+    program = (
+        "import asyncio\n"
+        "from bloombee.client.loop import shared_loop\n"
+        "async def stay(): await asyncio.Event().wait()\n"
+        "loop = shared_loop(); loop.post(stay()); print(loop.run(asyncio.sleep(0, 'ok')))\n"
+    )
+    started = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, timeout=30
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "ok\n", "")
+    assert time.monotonic() - started < 10
+
+
+def test_a_handoff_costs_little(loop: LoopThread) -> None:
+    async def nothing() -> None:
+        return
+
+    best = float("inf")
+    for _ in range(20):
+        started = time.perf_counter()
+        for _ in range(50):
+            loop.run(nothing())
+        best = min(best, (time.perf_counter() - started) / 50)
+    assert best < 0.002, f"{best * 1e6:.0f} us per call"
