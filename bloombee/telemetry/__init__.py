@@ -1,1 +1,17 @@
-"""Timing spans, counters and logging set-up; the only timing code."""
+"""Timing, counting, logging and progress: one line at the call site; the only timing code."""
+
+from bloombee.telemetry.clock import Stopwatch, now_s, now_us
+from bloombee.telemetry.logs import configure_logging
+from bloombee.telemetry.progress import Progress
+from bloombee.telemetry.registry import Counter, Registry, Timer
+
+__all__ = [
+    "Counter",
+    "Progress",
+    "Registry",
+    "Stopwatch",
+    "Timer",
+    "configure_logging",
+    "now_s",
+    "now_us",
+]

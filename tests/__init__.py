@@ -1,0 +1,1 @@
+"""Tests: `unit`, `swarm`, `parity` and `e2e`; the folder of a test is its marker."""
