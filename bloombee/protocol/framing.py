@@ -12,12 +12,15 @@ Lengths are checked against the frame before anything is allocated.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from bloombee.errors import ProtocolError
-from bloombee.protocol.messages import AnyMessage
+from bloombee.protocol.messages import AnyMessage, Output, Step
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 KEEP_ALIVE = b"\x00"
 MAX_MESSAGE_BYTES = 1 << 20
@@ -47,18 +50,20 @@ def decode(frame: Buffer) -> tuple[AnyMessage, memoryview] | None:
     if view.nbytes == 1 and view[0] == 0:
         return None
     if view.nbytes < _HEAD.size:
-        raise ProtocolError(f"truncated frame: {view.nbytes} bytes, the head alone has {_HEAD.size}")
+        raise ProtocolError(
+            f"truncated frame: {view.nbytes} bytes, the head alone has {_HEAD.size}"
+        )
     kind, body, payload = _HEAD.unpack_from(view)
     if kind != _MESSAGE:
         raise ProtocolError(f"unknown frame kind {kind}")
     if body > MAX_MESSAGE_BYTES:
         raise ProtocolError(f"a message of {body} bytes is over the limit of {MAX_MESSAGE_BYTES}")
     if _HEAD.size + body + payload != view.nbytes:
-        raise ProtocolError(
-            f"frame of {view.nbytes} bytes announces {_HEAD.size + body + payload}"
-        )
+        raise ProtocolError(f"frame of {view.nbytes} bytes announces {_HEAD.size + body + payload}")
     try:
         message = _decoder.decode(view[_HEAD.size : _HEAD.size + body])
     except (msgspec.DecodeError, msgspec.ValidationError, RecursionError) as error:
         raise ProtocolError(f"malformed message: {error}") from None
+    if payload and not isinstance(message, Step | Output):
+        raise ProtocolError(f"{type(message).__name__} carries {payload} bytes it can't describe")
     return message, view[_HEAD.size + body :]

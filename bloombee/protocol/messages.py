@@ -2,9 +2,9 @@
 
 Who says what to whom:
 
-    stream client -> stage    Challenge < Hello > Open > Opened < (Step >)* (Output <)* Close > Closed <
-    stream stage -> next      Challenge < Hello > Attach > Attached < (Step >)*
-    stream anyone -> server   Challenge < Hello > Describe > Description <
+    client -> stage    Challenge < Hello > Open > Opened < (Step >)* (Output <)* Close > Closed <
+    stage -> next      Challenge < Hello > Attach > Attached < (Step >)*
+    anyone -> server   Challenge < Hello > Describe > Description <
     at any time, either way   Failed (one step, or the session when `step` is 0)
 
 The client has one stream to every stage of its route: it sends steps on the one
@@ -275,6 +275,18 @@ class Description(Message, frozen=True, array_like=True, tag=True):
 
 
 AnyMessage = (
-    Challenge | Hello | Open | Opened | Attach | Attached | Close | Closed
-    | Step | Output | Acknowledged | Failed | Describe | Description
+    Challenge
+    | Hello
+    | Open
+    | Opened
+    | Attach
+    | Attached
+    | Close
+    | Closed
+    | Step
+    | Output
+    | Acknowledged
+    | Failed
+    | Describe
+    | Description
 )

@@ -1,7 +1,10 @@
 """What a transport is: streams of byte frames between two ends. No messages here.
 
-Implementations: `grpc` (direct, TLS) and `memory` (tests: seeded faults). Both
+Implementations: `direct` (gRPC, TLS) and `memory` (tests: seeded faults). Both
 keep this contract to the letter, and one test suite runs over both.
+
+A frame of exactly one zero byte is the transport's own: it keeps a connection's
+congestion window open, and no `receive` ever returns it.
 """
 
 from __future__ import annotations
@@ -11,6 +14,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 Buffer = bytes | bytearray | memoryview
+
+KEEP_ALIVE = b"\x00"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +42,11 @@ class StreamCounters:
 
 
 class Stream(Protocol):
-    """A bidirectional stream of frames, in order, each delivered whole."""
+    """A bidirectional stream of frames, in order, each delivered whole.
+
+    Any task may send; one at a time receives. A cancelled `send` has queued its
+    frame or not, a cancelled `receive` loses nothing: the stream stays whole.
+    """
 
     counters: StreamCounters
 
@@ -49,24 +58,32 @@ class Stream(Protocol):
     async def send(self, parts: Sequence[Buffer]) -> None:
         """Send one frame made of `parts` joined; waits while the other side is slow.
 
-        Raises TransportError when the stream is broken or closed.
+        `parts` may be changed as soon as it returns. Raises TransportError when
+        the stream is broken or either side has closed it, RequestError when the
+        frame is over our limit or is the transport's own keep-alive.
         """
         ...
 
     async def receive(self) -> bytes | None:
-        """The next frame, or None when the other side has closed cleanly.
+        """The next frame, or None when either side has closed cleanly.
 
-        Raises TransportError when the stream broke.
+        Raises TransportError when the stream broke; a frame over the limit breaks
+        it before the frame is allocated (the side that can tell why raises
+        ProtocolError).
         """
         ...
 
     async def close(self) -> None:
-        """End the stream: the other side reads what was sent, then None. Never raises."""
+        """End the stream: the other side reads what was sent, then None. Never raises.
+
+        Waits for a slow reader up to `TransportLimits.linger_s`, then breaks the
+        stream. Frames that we have not received are lost.
+        """
         ...
 
 
 StreamHandler = Callable[[Stream], Awaitable[None]]
-"""Serves one accepted stream; the stream ends when it returns."""
+"""Serves one accepted stream; the stream is closed when it returns, broken when it raises."""
 
 
 class Listener(Protocol):
@@ -78,7 +95,10 @@ class Listener(Protocol):
         ...
 
     async def start(self, handler: StreamHandler) -> None:
-        """Begin to accept; each stream runs `handler` in a task of its own."""
+        """Begin to accept; each stream runs `handler` in a task of its own.
+
+        Raises SettingsError when the address can't be listened on.
+        """
         ...
 
     async def stop(self, grace_s: float) -> None:
@@ -104,8 +124,17 @@ class Dialer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TransportLimits:
-    """Enforced before allocation."""
+    """Enforced before allocation.
+
+    `queue_bytes`: how much one stream buffers in each direction before `send` waits.
+    Keep-alives go every `keepalive_s` on a connection over which we have sent a
+    frame of `keepalive_from_bytes` or more, until `keepalive_after_s` after our
+    last frame: what fits the initial window needs none.
+    """
 
     max_frame_bytes: int = 64 << 20
+    queue_bytes: int = 4 << 20
+    linger_s: float = 5.0
     keepalive_s: float = 0.1
     keepalive_after_s: float = 10.0
+    keepalive_from_bytes: int = 4096
