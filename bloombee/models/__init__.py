@@ -1,1 +1,16 @@
-"""Family specs, loading a span's tensors, and packed execution of its blocks."""
+"""Models: family specs, loading only a span's tensors, and running it on packed tokens."""
+
+from bloombee.models.dtype import resolve_dtype
+from bloombee.models.ends import ModelEnds
+from bloombee.models.source import ModelSource, open_source
+from bloombee.models.span_model import SpanModel
+from bloombee.models.spec import FamilySpec
+
+__all__ = [
+    "FamilySpec",
+    "ModelEnds",
+    "ModelSource",
+    "SpanModel",
+    "open_source",
+    "resolve_dtype",
+]
