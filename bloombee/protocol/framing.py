@@ -4,9 +4,10 @@
     0       1     kind: 0 keep-alive (the frame ends here), 1 message
     1       4     message length, little endian
     5       4     payload length, little endian
-    9       ...   message, then payload, and nothing after it
+    9       ...   message, zero bytes up to a multiple of 16, payload, nothing after it
 
-Lengths are checked against the frame before anything is allocated.
+The padding keeps tensors aligned when they are read in place; a frame without
+payload has none. Lengths are checked against the frame before anything is allocated.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ MAX_MESSAGE_BYTES = 1 << 20
 
 _HEAD = struct.Struct("<BII")
 _MESSAGE = 1
+_ALIGNMENT = 16
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
 
@@ -37,7 +39,12 @@ def encode(message: AnyMessage, payload: Buffer = b"") -> Sequence[Buffer]:
     """The parts of one frame, to be sent joined; the payload is not copied."""
     body = _encoder.encode(message)
     size = payload.nbytes if isinstance(payload, memoryview) else len(payload)
-    return (_HEAD.pack(_MESSAGE, len(body), size), body, payload)
+    head = _HEAD.pack(_MESSAGE, len(body), size)
+    return (head, body, bytes(_padding(len(body), size)), payload)
+
+
+def _padding(body: int, payload: int) -> int:
+    return -(_HEAD.size + body) % _ALIGNMENT if payload else 0
 
 
 def decode(frame: Buffer) -> tuple[AnyMessage, memoryview] | None:
@@ -58,12 +65,15 @@ def decode(frame: Buffer) -> tuple[AnyMessage, memoryview] | None:
         raise ProtocolError(f"unknown frame kind {kind}")
     if body > MAX_MESSAGE_BYTES:
         raise ProtocolError(f"a message of {body} bytes is over the limit of {MAX_MESSAGE_BYTES}")
-    if _HEAD.size + body + payload != view.nbytes:
-        raise ProtocolError(f"frame of {view.nbytes} bytes announces {_HEAD.size + body + payload}")
+    start = _HEAD.size + body + _padding(body, payload)
+    if start + payload != view.nbytes:
+        raise ProtocolError(f"frame of {view.nbytes} bytes announces {start + payload}")
+    if any(view[_HEAD.size + body : start]):
+        raise ProtocolError("the padding of a frame must be zero")
     try:
         message = _decoder.decode(view[_HEAD.size : _HEAD.size + body])
     except (msgspec.DecodeError, msgspec.ValidationError, RecursionError) as error:
         raise ProtocolError(f"malformed message: {error}") from None
     if payload and not isinstance(message, Step | Output):
         raise ProtocolError(f"{type(message).__name__} carries {payload} bytes it can't describe")
-    return message, view[_HEAD.size + body :]
+    return message, view[start:]
