@@ -37,12 +37,15 @@ def main(arguments: list[str]) -> int:
 def guard(pipe: int, command: list[str]) -> int:
     """Run `command` until it ends, or until the other end of `pipe` closes."""
     with subprocess.Popen(command, close_fds=False) as child:
-        signal.signal(signal.SIGTERM, lambda *_: child.terminate())
+
+        def pass_on(_signal: int, _frame: object) -> None:
+            child.terminate()
 
         def kill_when_alone() -> None:
             os.read(pipe, 1)
             child.kill()
 
+        signal.signal(signal.SIGTERM, pass_on)
         threading.Thread(target=kill_when_alone, daemon=True).start()
         return child.wait()
 

@@ -1,0 +1,187 @@
+"""hivemind's DHT node on our daemon: store and fetch sealed values, nothing else.
+
+All of it runs in one event loop. hivemind's own `DHT` class forks a process for
+this; a fork next to torch, gRPC and notebook threads is what we avoid.
+"""
+
+# hivemind ships no stubs; this is the only module that touches it.
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
+# pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import hivemind.hivemind_cli
+import msgspec
+from hivemind.dht.crypto import DHTRecord, RecordValidatorBase
+from hivemind.dht.node import DHTNode
+from hivemind.dht.routing import DHTID
+from hivemind.p2p import P2P, PeerID
+from hivemind.proto import dht_pb2
+from hivemind.utils.logging import use_hivemind_log_handler
+from hivemind.utils.multiaddr import Multiaddr
+
+from bloombee.errors import SwarmError
+from bloombee.swarm.envelope import unseal
+from bloombee.swarm.records import MAX_LIFETIME_S
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from bloombee.swarm.addresses import PeerAddress
+    from bloombee.swarm.daemon import Daemon
+
+P2PD = str(Path(hivemind.hivemind_cli.__file__).with_name("p2pd"))
+RPC_DEADLINE_S = 3.0
+_PingRequest: Any = dht_pb2.PingRequest  # pyright: ignore[reportAttributeAccessIssue] - generated
+
+
+@dataclass(frozen=True, slots=True)
+class StoredValue:
+    """A sealed value and whose subkey it lay under (binary peer id)."""
+
+    owner: bytes
+    sealed: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Greeting:
+    """A peer's answer: how far its clock is ahead of ours, and whether it could dial back."""
+
+    skew_s: float
+    sees_us: bool
+
+
+class OwnedValues(RecordValidatorBase):
+    """Accepts only sealed values under their owner's subkey, with the expiry that is signed.
+
+    hivemind asks it before it stores or believes anything, so a stranger can neither
+    overwrite nor prolong what another peer said. hivemind's own validator lets
+    values without an owner tag through; this one has no such case.
+    """
+
+    def validate(self, record: DHTRecord) -> bool:
+        """Whether `record` may be stored or believed; never raises."""
+        try:
+            owner = msgspec.msgpack.decode(record.subkey, type=bytes)
+            sealed = msgspec.msgpack.decode(record.value, type=bytes)
+        except msgspec.MsgspecError:
+            return False
+        envelope = unseal(owner, sealed)
+        return (
+            envelope is not None
+            and envelope.expires_at_s == record.expiration_time
+            and envelope.expires_at_s < time.time() + MAX_LIFETIME_S
+        )
+
+
+class Dht:
+    """One DHT node. Create, use and close it in the same event loop."""
+
+    def __init__(self, p2p: P2P, node: DHTNode, *, client_mode: bool) -> None:
+        self.p2p = p2p
+        self._node = node
+        self._client_mode = client_mode
+
+    @classmethod
+    async def start(cls, daemon: Daemon, *, client_mode: bool) -> Self:
+        """A node on `daemon` that knows no peers yet."""
+        _quiet_hivemind()
+        # hivemind names its sockets after a class attribute; ours go into the daemon's folder.
+        attached = type("P2P", (P2P,), {"_UNIX_SOCKET_PREFIX": f"/unix{daemon.folder}/"})
+        p2p: P2P = await attached.replicate(Multiaddr(f"/unix{daemon.control}"))
+        node = await DHTNode.create(
+            p2p=p2p,
+            client_mode=client_mode,
+            record_validator=OwnedValues(),
+            wait_timeout=RPC_DEADLINE_S,
+            # A cached record hides the newer one, and the withdrawal, for its lifetime.
+            cache_locally=False,
+            cache_nearest=0,
+            cache_on_store=False,
+        )
+        return cls(p2p, node, client_mode=client_mode)
+
+    @property
+    def knows_peers(self) -> bool:
+        """Whether any other node is left in the routing table."""
+        return len(self._node.protocol.routing_table.uid_to_peer_id) > 0
+
+    async def addresses(self) -> tuple[str, ...]:
+        """The multiaddresses under which others can dial this node; none for a client."""
+        if self._client_mode:
+            return ()
+        return tuple(str(address) for address in await self.p2p.get_visible_maddrs(latest=True))
+
+    async def greet(self, peer: PeerAddress) -> Greeting:
+        """Dial `peer`, take it into the routing table, and compare clocks.
+
+        Raises what hivemind raises when it can't be reached or doesn't answer.
+        """
+        peer_id = PeerID.from_base58(peer.peer)
+        # hivemind has no public way to dial an address.
+        client: Any = self.p2p._client  # pyright: ignore[reportPrivateUsage] - see above
+        await client.connect(peer_id, [Multiaddr(address) for address in peer.transports])
+        protocol: Any = self._node.protocol
+        request = _PingRequest(peer=protocol.node_info, validate=not self._client_mode)
+        asked_at = time.time()
+        reply = await protocol.get_stub(peer_id).rpc_ping(request, timeout=RPC_DEADLINE_S)
+        skew_s = reply.dht_time - (asked_at + time.time()) / 2
+        await protocol.update_routing_table(DHTID.from_bytes(reply.peer.node_id), peer_id)
+        return Greeting(skew_s, sees_us=bool(reply.available) or self._client_mode)
+
+    async def find_neighbours(self) -> None:
+        """Fill the routing table from the peers that are in it."""
+        await self._node.find_nearest_nodes([self._node.node_id])
+
+    async def store(
+        self, keys: Sequence[str], values: Sequence[bytes], owner: bytes, expires_at_s: float
+    ) -> None:
+        """Put one sealed value of `owner` under each key.
+
+        Raises SwarmError when no node took any of them.
+        """
+        taken = await self._node.store_many(
+            list(keys),
+            list(values),
+            expires_at_s,
+            subkeys=[owner] * len(keys),
+            exclude_self=self._client_mode,
+        )
+        if not any(taken.values()):
+            raise SwarmError(
+                "no DHT node took this peer's record; check the clock of this machine, and that "
+                "no other process runs with the same identity"
+            )
+
+    async def fetch(self, keys: Sequence[str]) -> dict[str, tuple[StoredValue, ...]]:
+        """What lies under each key, merged from all nodes that hold it."""
+        found = await self._node.get_many(list(keys), sufficient_expiration_time=float("inf"))
+        return {key: _values(found.get(key)) for key in keys}
+
+    async def close(self) -> None:
+        """Stop answering; the daemon is stopped by whoever started it."""
+        await self._node.shutdown()
+        await self.p2p.shutdown()
+
+
+def _values(entry: Any) -> tuple[StoredValue, ...]:
+    if entry is None or not isinstance(entry.value, dict):
+        return ()
+    return tuple(
+        StoredValue(owner, item.value)
+        for owner, item in entry.value.items()
+        if isinstance(owner, bytes) and isinstance(item.value, bytes)
+    )
+
+
+def _quiet_hivemind() -> None:
+    """Give hivemind's messages to our loggers instead of its own handler, warnings only."""
+    use_hivemind_log_handler("nowhere")
+    logging.getLogger("hivemind").setLevel(logging.WARNING)
+    logging.addLevelName(logging.WARNING, "WARNING")  # hivemind renames the level for everyone
