@@ -1,0 +1,147 @@
+"""One stage of the swarm as an object: parts in, streams served.
+
+It takes what it needs, so that tests run many of them over `transport/memory`
+in one process; `server.run_server` makes one of real parts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from dataclasses import dataclass, field
+
+from bloombee import __version__
+from bloombee.errors import PeerStopping, TransportError
+from bloombee.kv.interface import KVPool
+from bloombee.protocol.failures import to_message
+from bloombee.protocol.messages import Description
+from bloombee.server.client_stream import ClientParts, ClientStreams
+from bloombee.server.executor import STOPPING, Executor, ExecutorSettings
+from bloombee.server.handler import Handler, HandlerParts
+from bloombee.server.hop_stream import HopStreams
+from bloombee.server.payloads import Payloads
+from bloombee.server.sessions import Session, Sessions
+from bloombee.server.steps import StepParts, Steps
+from bloombee.server.validation import Limits, Offer
+from bloombee.server.work import Model
+from bloombee.swarm.connection import ConnectionSettings, Signer
+from bloombee.telemetry import Registry, Stopwatch
+from bloombee.transport.interface import Dialer, Endpoint, Listener
+
+logger = logging.getLogger(__name__)
+
+FAREWELL_S = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageParts:
+    """What a stage is made of. `certificate_hash` is that of the listener's certificate."""
+
+    identity: Signer
+    listener: Listener
+    dialer: Dialer
+    model: Model
+    pool: KVPool
+    offer: Offer
+    model_name: str = ""
+    certificate_hash: bytes = b""
+    limits: Limits = field(default_factory=Limits)
+    executor_settings: ExecutorSettings = field(default_factory=ExecutorSettings)
+    connection_settings: ConnectionSettings = field(default_factory=ConnectionSettings)
+
+
+class StageServer:
+    """Serves a span of blocks to clients and to the stages before it."""
+
+    def __init__(self, parts: StageParts) -> None:
+        self.telemetry = Registry()
+        self.executor = Executor(parts.model, parts.pool, parts.executor_settings)
+        self.sessions = Sessions(parts.limits)
+        self._parts = parts
+        self._payloads = Payloads()
+        self._uptime = Stopwatch()
+        self._steps = Steps(
+            StepParts(
+                peer=parts.identity.peer_id,
+                executor=self.executor,
+                payloads=self._payloads,
+                telemetry=self.telemetry,
+            )
+        )
+        self._handler = Handler(
+            HandlerParts(
+                identity=parts.identity,
+                certificate_hash=parts.certificate_hash,
+                connection_settings=parts.connection_settings,
+                clients=self._clients(),
+                hops=HopStreams(self.sessions, self._steps),
+                describe=self.describe,
+            )
+        )
+
+    def _clients(self) -> ClientStreams:
+        parts = self._parts
+        return ClientStreams(
+            ClientParts(
+                offer=parts.offer,
+                limits=parts.limits,
+                sessions=self.sessions,
+                executor=self.executor,
+                steps=self._steps,
+                identity=parts.identity,
+                dialer=parts.dialer,
+                connection_settings=parts.connection_settings,
+            )
+        )
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """Where clients and other stages dial it."""
+        parts = self._parts
+        return Endpoint(parts.identity.peer_id, parts.listener.address, parts.certificate_hash)
+
+    async def start(self) -> None:
+        """Start the compute thread and accept streams.
+
+        Raises SettingsError when the address can't be listened on.
+        """
+        self.executor.start()
+        await self._parts.listener.start(self._handler.serve)
+
+    async def stop(self, grace_s: float) -> None:
+        """Tell clients, accept and compute no more, and end what still runs after `grace_s`."""
+        self._handler.stop()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(FAREWELL_S), asyncio.TaskGroup() as group:
+                for session in self.sessions:
+                    group.create_task(_say_farewell(session))
+        await self._parts.listener.stop(0.0)
+        await self.executor.stop(grace_s)
+        await self._parts.dialer.close()
+        self._payloads.close()
+
+    async def describe(self) -> Description:
+        """What this stage is doing now. Raises PeerStopping once it has stopped."""
+        parts = self._parts
+        return Description(
+            peer=parts.identity.peer_id,
+            version=__version__,
+            model=parts.model_name,
+            fingerprint=parts.offer.fingerprint,
+            start=parts.offer.span.start,
+            end=parts.offer.span.end,
+            dtype=str(parts.model.dtype).removeprefix("torch."),
+            device=str(parts.model.device),
+            kv_tokens=parts.pool.total_tokens,
+            free_tokens=await self.executor.free_tokens(),
+            sessions=len(self.sessions),
+            steps=self._steps.taken,
+            uptime_s=self._uptime.elapsed_s,
+        )
+
+
+async def _say_farewell(session: Session) -> None:
+    error = PeerStopping(STOPPING)
+    with contextlib.suppress(TransportError):
+        await session.client.send(to_message(error, session=session.id, epoch=session.epoch))

@@ -1,0 +1,92 @@
+"""Memory is planned before loading, and what does not fit is refused in one line."""
+
+from __future__ import annotations
+
+import pytest
+
+from bloombee.errors import SettingsError
+from bloombee.server.memory import (
+    MOST_TOKENS,
+    RESERVE_BYTES,
+    ROOM_TOKENS,
+    Memory,
+    plan_memory,
+    size,
+)
+
+GB = 10**9
+
+
+def memory(free_bytes: int = 10 * GB, device: str = "cpu") -> Memory:
+    """Blocks of 100 MB and 10 KB of KV a token and block."""
+    return Memory(
+        device=device,
+        free_bytes=free_bytes,
+        largest_block_bytes=100_000_000,
+        kv_bytes_per_token_and_block=10_000,
+    )
+
+
+def test_all_blocks_when_they_fit() -> None:
+    plan = plan_memory(memory(), num_blocks=8, wanted_blocks=None, kv_tokens=1000)
+    assert (plan.blocks, plan.kv_tokens) == (8, 1000)
+    assert (plan.weight_bytes, plan.kv_bytes) == (800_000_000, 80_000_000)
+
+
+def test_as_many_blocks_as_fit_beside_room_for_kv() -> None:
+    plan = plan_memory(memory(), num_blocks=80, wanted_blocks=None, kv_tokens=None)
+    usable = 10 * GB - RESERVE_BYTES - GB
+    assert plan.blocks == usable // (100_000_000 + ROOM_TOKENS * 10_000) == 33
+    assert plan.kv_tokens >= ROOM_TOKENS
+    assert plan.weight_bytes + plan.kv_bytes <= usable
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
+def test_auto_kv_leaves_half_to_others_on_a_cpu(device: str) -> None:
+    plan = plan_memory(memory(device=device), num_blocks=80, wanted_blocks=10, kv_tokens=None)
+    left = 9 * GB - RESERVE_BYTES - GB
+    assert plan.kv_tokens == (left // 100_000) // (2 if device == "cpu" else 1)
+
+
+def test_auto_kv_is_capped() -> None:
+    plan = plan_memory(memory(10**15, "cuda:0"), num_blocks=2, wanted_blocks=1, kv_tokens=None)
+    assert plan.kv_tokens == MOST_TOKENS
+
+
+def test_tight_memory_still_gives_what_is_left() -> None:
+    tight = memory(10 * 100_000_000 + RESERVE_BYTES + 500_000_000)
+    plan = plan_memory(tight, num_blocks=10, wanted_blocks=10, kv_tokens=None)
+    assert plan.kv_tokens == (tight.usable_bytes - GB) // 100_000
+    assert 0 < plan.kv_tokens < ROOM_TOKENS
+
+
+@pytest.mark.parametrize(
+    ("free_bytes", "wanted", "kv_tokens", "says"),
+    [
+        (300_000_000, None, None, "not one block fits on cpu: it takes 100.0 MB and KV of 16,384"),
+        (10 * GB, 100, None, "100 blocks take 10.0 GB on cpu, 8.7 GB are usable: --num-blocks 33"),
+        (10 * GB, 10, 1_000_000, "10 blocks and KV of 1,000,000 tokens take 101.0 GB"),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    free_bytes: int, wanted: int | None, kv_tokens: int | None, says: str
+) -> None:
+    with pytest.raises(SettingsError, match=says) as caught:
+        plan_memory(memory(free_bytes), num_blocks=100, wanted_blocks=wanted, kv_tokens=kv_tokens)
+    assert "\n" not in str(caught.value)
+
+
+def test_it_prints_in_one_line() -> None:
+    plan = plan_memory(memory(), num_blocks=8, wanted_blocks=8, kv_tokens=1000)
+    assert str(plan) == (
+        "memory on cpu: 8 blocks 800.0 MB, KV of 1,000 tokens 80.0 MB, 10.0 GB free before"
+    )
+
+
+def test_sizes() -> None:
+    assert [size(n) for n in (999, 1500, 2_000_000, 3 * 10**12)] == [
+        "999 B",
+        "1.5 KB",
+        "2.0 MB",
+        "3.0 TB",
+    ]
