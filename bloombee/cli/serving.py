@@ -1,0 +1,87 @@
+"""What every long-running command shares: signals, one-line errors, the ready file."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from bloombee.errors import BloomBeeError, SettingsError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine
+    from pathlib import Path
+
+    LoopFactory = Callable[[], asyncio.AbstractEventLoop]
+
+FAILED = 1
+
+
+@dataclass(frozen=True, slots=True)
+class ReadyReport:
+    """What a process tells whoever started it, once it serves."""
+
+    peer: str
+    maddrs: tuple[str, ...]
+    pid: int
+    endpoint: str = ""
+    span: str = ""
+
+
+def write_ready_file(path: Path, report: ReadyReport) -> None:
+    """Write `report` as JSON; a reader sees all of it or no file.
+
+    Raises SettingsError when it can't be written there.
+    """
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        draft.write_text(json.dumps(asdict(report)), encoding="utf-8")
+        draft.replace(path)
+    except OSError as error:
+        raise SettingsError(
+            f"--ready-file: can't write {path}: {error.strerror}; give a path in a folder you own"
+        ) from error
+
+
+def run_until_stopped(
+    prog: str, work: Coroutine[Any, Any, None], loop_factory: LoopFactory | None = None
+) -> int:
+    """Run `work`, cancelling it on SIGINT and SIGTERM; returns the exit code.
+
+    `work` cleans up in its `finally`; a second signal ends the process in the
+    default way. Being told to stop is success. Errors of the tree become one line on
+    standard error and exit code 1.
+    """
+    told = False
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        task = asyncio.current_task()
+
+        def stop(signum: signal.Signals) -> None:
+            nonlocal told
+            told = True
+            loop.remove_signal_handler(signum)
+            if task is not None:
+                task.cancel()
+
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(signum, stop, signum)
+        await work
+
+    try:
+        with asyncio.Runner(loop_factory=loop_factory) as runner:
+            runner.run(main())
+    except BloomBeeError as error:
+        print(f"{prog}: {error}", file=sys.stderr)
+        return FAILED
+    except asyncio.CancelledError:
+        if not told:
+            raise
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    return 0

@@ -1,0 +1,95 @@
+"""`bloombee-status`: which models a swarm serves, who holds what, and what is wrong."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from bloombee.cli.serving import run_until_stopped
+from bloombee.config.flags import parse
+from bloombee.config.settings import StatusSettings
+from bloombee.errors import ModelError, SettingsError
+from bloombee.telemetry import configure_logging
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from bloombee.cli.status_report import SwarmStatus
+    from bloombee.swarm.view import SwarmSnapshot
+
+PROG = "bloombee-status"
+_ASK_DEADLINE_S = 3.0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit code."""
+    settings = parse(StatusSettings, argv, prog=PROG, description="Show what a swarm serves.")
+    configure_logging(settings.log_level)
+    return run_until_stopped(PROG, show(settings))
+
+
+async def show(settings: StatusSettings) -> None:
+    """Print the status of the swarm once.
+
+    Raises SettingsError without peers, SwarmError when none answers, ModelError when
+    the model asked for isn't in the swarm.
+    """
+    if not settings.initial_peers:
+        raise SettingsError(
+            "give --initial-peers MADDR ... as bloombee-dht and bloombee-server print them"
+        )
+    status = await _look(settings)
+    if settings.json_output:
+        print(json.dumps(asdict(status), indent=2))
+    else:
+        from bloombee.cli.status_report import render
+
+        Console().print(render(status))
+
+
+async def _look(settings: StatusSettings) -> SwarmStatus:
+    # hivemind takes seconds to import: not for --help or a wrong flag.
+    from bloombee.cli.status_report import report
+    from bloombee.swarm.connection import ConnectionSettings
+    from bloombee.swarm.describe import describe_all
+    from bloombee.swarm.identity import Identity
+    from bloombee.swarm.node import NodeOptions, SwarmNode
+    from bloombee.transport.grpc import GrpcDialer
+
+    identity = Identity.load_or_create(None)
+    options = NodeOptions(initial_peers=settings.initial_peers, client_mode=True)
+    node = await SwarmNode.start(options, identity)
+    dialer = GrpcDialer()
+    try:
+        snapshot = _narrow(await node.snapshot(), settings.model)
+        connection = ConnectionSettings(deadline_s=_ASK_DEADLINE_S)
+        answers = await describe_all(snapshot.records, dialer, identity, connection)
+        return report(snapshot, answers, node.clock_skew_s)
+    finally:
+        await dialer.close()
+        await node.close()
+
+
+def _narrow(snapshot: SwarmSnapshot, model: str | None) -> SwarmSnapshot:
+    """Only the models of this name, or whose fingerprint begins so."""
+    if model is None:
+        return snapshot
+    models = tuple(
+        entry
+        for entry in snapshot.models
+        if model.lower() == entry.model.lower() or entry.fingerprint.startswith(model)
+    )
+    if not models:
+        known = ", ".join(entry.model for entry in snapshot.models) or "none"
+        raise ModelError(f"no server of this swarm serves {model!r}; it serves: {known}")
+    kept = {entry.fingerprint for entry in models}
+    narrowed = snapshot.select(where=lambda record: record.fingerprint in kept)
+    return replace(narrowed, models=models)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

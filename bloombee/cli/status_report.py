@@ -1,0 +1,207 @@
+"""What `bloombee-status` shows: facts about a swarm, then as a table or JSON; pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from bloombee.protocol.messages import Description
+from bloombee.swarm.records import ServerRecord, ServerState
+from bloombee.swarm.view import SERVING, ModelEntry, SwarmSnapshot
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from rich.console import RenderableType
+
+    from bloombee.core import PeerId
+    from bloombee.swarm.describe import Answer
+
+AHEAD_S = 2.0
+STALE_S = 15.0
+"""Records are refreshed every ten seconds."""
+_WIDE_BAR = 80
+_STATE_STYLES = {
+    ServerState.ONLINE: "green",
+    ServerState.JOINING: "yellow",
+    ServerState.LEAVING: "red",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ServerStatus:
+    """One line of the table. `free_tokens` is None when the server wasn't reached."""
+
+    peer: str
+    span: str
+    state: str
+    dtype: str
+    kv_tokens: int
+    free_tokens: int | None
+    sessions: int | None
+    max_length: int
+    throughput_tokens_per_s: float
+    version: str
+    address: str
+    age_s: float
+    problem: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelStatus:
+    """One model: `coverage` counts the serving peers of each block."""
+
+    model: str
+    fingerprint: str
+    num_blocks: int
+    coverage: tuple[int, ...]
+    missing: tuple[str, ...]
+    servers: tuple[ServerStatus, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SwarmStatus:
+    """Everything that is shown."""
+
+    models: tuple[ModelStatus, ...]
+    warnings: tuple[str, ...]
+
+
+def report(
+    snapshot: SwarmSnapshot, answers: Mapping[PeerId, Answer], clock_skew_s: float
+) -> SwarmStatus:
+    """Put together what the DHT and the servers themselves said."""
+    models = tuple(_model(entry, snapshot, answers) for entry in snapshot.models)
+    # Times in records are the swarm's; ours may be off by the measured skew.
+    warnings = _clock_warnings(snapshot, clock_skew_s) + _version_warnings(snapshot)
+    return SwarmStatus(models, warnings)
+
+
+def _model(
+    entry: ModelEntry, snapshot: SwarmSnapshot, answers: Mapping[PeerId, Answer]
+) -> ModelStatus:
+    here = snapshot.select(fingerprint=entry.fingerprint)
+    serving = here.select(states=SERVING)
+    return ModelStatus(
+        entry.model,
+        entry.fingerprint,
+        entry.num_blocks,
+        serving.servers_per_block(entry.num_blocks),
+        tuple(str(span) for span in serving.missing(entry.num_blocks)),
+        tuple(_server(r, answers.get(r.peer), snapshot.taken_at_s) for r in here.records),
+    )
+
+
+def _server(record: ServerRecord, answer: Answer | None, now_s: float) -> ServerStatus:
+    said = answer if isinstance(answer, Description) else None
+    return ServerStatus(
+        peer=record.peer,
+        span=str(record.span),
+        state=record.state.value,
+        dtype=record.dtype,
+        kv_tokens=record.kv_tokens,
+        free_tokens=None if said is None else said.free_tokens,
+        sessions=None if said is None else said.sessions,
+        max_length=record.max_length,
+        throughput_tokens_per_s=record.throughput_tokens_per_s,
+        version=record.version,
+        address=record.addresses[0] if record.addresses else "",
+        age_s=round(now_s - record.published_at_s, 1),
+        problem=str(answer) if isinstance(answer, Exception) else None,
+    )
+
+
+def _clock_warnings(snapshot: SwarmSnapshot, clock_skew_s: float) -> tuple[str, ...]:
+    told: list[str] = []
+    for record in snapshot.records:
+        age_s = snapshot.taken_at_s + clock_skew_s - record.published_at_s
+        if age_s < -AHEAD_S:
+            told.append(
+                f"the clock of {record.peer[-8:]} ({_address(record)}) is at least {-age_s:.1f} s "
+                "ahead; its operator should set it by NTP"
+            )
+        elif age_s > STALE_S:
+            told.append(
+                f"{record.peer[-8:]} ({_address(record)}) was last heard {age_s:.0f} s ago: "
+                "it died, or its clock is behind"
+            )
+    return tuple(told)
+
+
+def _version_warnings(snapshot: SwarmSnapshot) -> tuple[str, ...]:
+    versions = sorted({record.version for record in snapshot.records})
+    if len(versions) < 2:
+        return ()
+    return (f"servers run different versions: {', '.join(versions)}",)
+
+
+def _address(record: ServerRecord) -> str:
+    return record.addresses[0] if record.addresses else "no address"
+
+
+def render(status: SwarmStatus) -> RenderableType:
+    """The status for a terminal."""
+    parts: list[RenderableType] = []
+    for model in status.models:
+        parts += [_heading(model), _table(model), Text()]
+    if not status.models:
+        parts.append(Text("no model is served in this swarm yet"))
+    parts += [Text(f"warning: {warning}", style="yellow") for warning in status.warnings]
+    return Group(*parts)
+
+
+def _heading(model: ModelStatus) -> Text:
+    text = Text.assemble(
+        (model.model, "bold"), f"  {model.num_blocks} blocks  {model.fingerprint[:12]}\n"
+    )
+    text.append(coverage_bar(model.coverage), "cyan")
+    if model.missing:
+        text.append(f"  missing {', '.join(model.missing)}", "bold red")
+    else:
+        text.append("  complete", "green")
+    return text
+
+
+def coverage_bar(coverage: tuple[int, ...]) -> str:
+    """How many servers hold each block: a digit, `+` for ten or more, `.` for none.
+
+    Models of more than 80 blocks share a character among neighbours, the least counts.
+    """
+    per_mark = -(-len(coverage) // _WIDE_BAR) or 1
+    groups = [coverage[i : i + per_mark] for i in range(0, len(coverage), per_mark)]
+    return "".join(_mark(min(group)) for group in groups)
+
+
+def _mark(count: int) -> str:
+    if not count:
+        return "."
+    return str(count) if count < 10 else "+"
+
+
+def _table(model: ModelStatus) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for name in ("peer", "blocks", "state", "dtype"):
+        table.add_column(name)
+    for name in ("KV tokens free/all", "sessions", "tokens/s"):
+        table.add_column(name, justify="right")
+    for name in ("version", "address", "note"):
+        table.add_column(name)
+    for server in model.servers:
+        free = "?" if server.free_tokens is None else f"{server.free_tokens:,}"
+        table.add_row(
+            server.peer[-8:],
+            server.span,
+            Text(server.state, style=_STATE_STYLES[ServerState(server.state)]),
+            server.dtype,
+            f"{free}/{server.kv_tokens:,}",
+            "?" if server.sessions is None else str(server.sessions),
+            f"{server.throughput_tokens_per_s:.1f}",
+            server.version,
+            server.address,
+            Text(server.problem or "", style="yellow"),
+        )
+    return table
