@@ -1,0 +1,238 @@
+"""The obviously right pool: a list of tensors per sequence, float32, explicit masks.
+
+Only tests use it, to hold the fast layouts to. It shares no code with them but
+the interface: its own accounting, and visibility decided token by token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from jaxtyping import Float
+
+from bloombee.core import SessionId
+from bloombee.errors import KVFull, RequestError
+from bloombee.kv.interface import AttendPlan, BatchItem, KVPool, KVShape
+
+Stored = list[Float[torch.Tensor, "K E"]]
+
+
+@dataclass(slots=True, eq=False)
+class PlainSequence:
+    """Keys and values per block, one tensor per token."""
+
+    length: int = 0
+    keys: dict[int, Stored] = field(default_factory=dict[int, Stored])
+    values: dict[int, Stored] = field(default_factory=dict[int, Stored])
+
+    def select(self, tokens: Sequence[int]) -> PlainSequence:
+        """A copy that holds only these tokens."""
+        return PlainSequence(
+            len(tokens),
+            {block: [stored[i] for i in tokens] for block, stored in self.keys.items()},
+            {block: [stored[i] for i in tokens] for block, stored in self.values.items()},
+        )
+
+
+@dataclass(slots=True, eq=False)
+class PlainSession:
+    """What `reserve` promised."""
+
+    max_length: int
+    sequences: list[PlainSequence | None]
+
+
+@dataclass(frozen=True, slots=True)
+class PlainRow:
+    """One sequence of a step."""
+
+    sequence: PlainSequence
+    first: int
+    offset: int
+    parents: list[int]
+
+    def position(self, token: int) -> int:
+        """Position of new token `token`."""
+        return self.first + len(self.lineage(token)) - 1
+
+    def lineage(self, token: int) -> set[int]:
+        """The token and its ancestors among the new ones."""
+        parent = self.parents[token]
+        return {token} | (self.lineage(parent) if parent >= 0 else set())
+
+
+class PlainPlan(AttendPlan):
+    """The rows."""
+
+    def __init__(self, rows: list[PlainRow]) -> None:
+        self.rows = rows
+
+
+class PlainPool(KVPool):
+    """See the module."""
+
+    def __init__(self, shape: KVShape, total_tokens: int, page_tokens: int) -> None:
+        self.shape = shape
+        self.page_tokens = page_tokens
+        self._total = total_tokens
+        self._sessions: dict[SessionId, PlainSession] = {}
+
+    @property
+    def total_tokens(self) -> int:
+        return self._total
+
+    @property
+    def free_tokens(self) -> int:
+        used = 0
+        for session in self._sessions.values():
+            live = sum(sequence is not None for sequence in session.sequences)
+            used += live * -(-session.max_length // self.page_tokens)
+        return self._total - used * self.page_tokens
+
+    def reserve(self, session: SessionId, sequences: int, max_length: int) -> None:
+        if session in self._sessions or sequences < 1 or max_length < 1:
+            raise RequestError("the session exists or a number is not positive")
+        asked = sequences * -(-max_length // self.page_tokens) * self.page_tokens
+        if asked > self.free_tokens:
+            raise KVFull(f"{asked} tokens asked for, {self.free_tokens} free")
+        held: list[PlainSequence | None] = [PlainSequence() for _ in range(sequences)]
+        self._sessions[session] = PlainSession(max_length, held)
+
+    def free(self, session: SessionId) -> None:
+        self._sessions.pop(session, None)
+
+    def release(self, session: SessionId, sequence: int) -> None:
+        self._sequence(session, sequence)
+        self._sessions[session].sequences[sequence] = None
+
+    def _sequence(self, session: SessionId, sequence: int) -> PlainSequence:
+        found = self._sessions.get(session)
+        if found is None or not 0 <= sequence < len(found.sequences):
+            raise RequestError("unknown session or sequence")
+        held = found.sequences[sequence]
+        if held is None:
+            raise RequestError("the sequence was released")
+        return held
+
+    def lengths(self, session: SessionId) -> tuple[int, ...]:
+        sequences = self._sessions[session].sequences
+        return tuple(held.length if held else 0 for held in sequences)
+
+    def fork(self, session: SessionId, copies: Sequence[tuple[int, int]]) -> None:
+        if len({to for to, _ in copies}) != len(copies):
+            raise RequestError("a destination is named twice")
+        copied: dict[int, PlainSequence] = {}
+        for to, source in copies:
+            self._sequence(session, to)
+            held = self._sequence(session, source)
+            copied[to] = held.select(range(held.length))
+        for to, sequence in copied.items():
+            self._sessions[session].sequences[to] = sequence
+
+    def truncate(self, session: SessionId, sequence: int, length: int) -> None:
+        held = self._sequence(session, sequence)
+        if not 0 <= length <= held.length:
+            raise RequestError("fewer tokens are held")
+        self._sessions[session].sequences[sequence] = held.select(range(length))
+
+    def keep(self, session: SessionId, sequence: int, first: int, kept: Sequence[int]) -> None:
+        held = self._sequence(session, sequence)
+        tokens = [*range(first), *(first + index for index in kept)]
+        if tokens != sorted(set(tokens)) or (tokens and tokens[-1] >= held.length):
+            raise RequestError("kept tokens must ascend and be held")
+        self._sessions[session].sequences[sequence] = held.select(tokens)
+
+    def begin(self, batch: Sequence[BatchItem]) -> PlainPlan:
+        rows: list[PlainRow] = []
+        base = 0
+        for item in batch:
+            for row in item.table.rows():
+                held = self._sequence(item.session, row.sequence)
+                limit = self._sessions[item.session].max_length
+                if row.first_position != held.length or held.length + row.count > limit:
+                    raise RequestError("the row starts elsewhere or passes max_length")
+                parents = list(row.parents or range(-1, row.count - 1))
+                rows.append(PlainRow(held, held.length, base + row.offset, parents))
+            base += item.table.tokens
+        for row in rows:
+            row.sequence.length += len(row.parents)
+        return PlainPlan(rows)
+
+    def attend(
+        self,
+        plan: AttendPlan,
+        block: int,
+        query: Float[torch.Tensor, "T H E"],
+        key: Float[torch.Tensor, "T K E"],
+        value: Float[torch.Tensor, "T K E"],
+        *,
+        scaling: float,
+        window: int | None = None,
+    ) -> Float[torch.Tensor, "T H E"]:
+        out = torch.empty_like(query)
+        for row in plan.rows if isinstance(plan, PlainPlan) else ():
+            new = range(row.offset, row.offset + len(row.parents))
+            keys = row.sequence.keys.setdefault(block, [])
+            values = row.sequence.values.setdefault(block, [])
+            keys += [key[index].clone() for index in new]
+            values += [value[index].clone() for index in new]
+            for token, index in enumerate(new):
+                here = row.position(token)
+                positions = dict(enumerate(range(row.first)))
+                positions |= {row.first + t: row.position(t) for t in row.lineage(token)}
+                seen = [s for s, at in positions.items() if window is None or at > here - window]
+                pair = [torch.stack([stored[s] for s in seen]) for stored in (keys, values)]
+                out[index] = _attend_one(query[index], *pair, scaling).to(query.dtype)
+        return out
+
+    def finish(self, plan: AttendPlan) -> None:
+        pass
+
+    def abort(self, plan: AttendPlan) -> None:
+        for row in plan.rows if isinstance(plan, PlainPlan) else ():
+            row.sequence.length = row.first
+            for stored in (*row.sequence.keys.values(), *row.sequence.values.values()):
+                del stored[row.first :]
+
+    def export(
+        self, session: SessionId, sequence: int, block: int, start: int, stop: int
+    ) -> tuple[Float[torch.Tensor, "N K E"], Float[torch.Tensor, "N K E"]]:
+        held = self._sequence(session, sequence)
+        if not 0 <= start < stop <= held.length:
+            raise RequestError("fewer tokens are held")
+        return (
+            torch.stack(held.keys[block][start:stop]),
+            torch.stack(held.values[block][start:stop]),
+        )
+
+    def load(
+        self,
+        session: SessionId,
+        sequence: int,
+        block: int,
+        key: Float[torch.Tensor, "N K E"],
+        value: Float[torch.Tensor, "N K E"],
+    ) -> None:
+        held = self._sequence(session, sequence)
+        if held.length or block in held.keys:
+            raise RequestError("the sequence is not empty")
+        held.keys[block], held.values[block] = list(key.clone()), list(value.clone())
+        if len(held.keys) == len(self.shape.span):
+            held.length = len(key)
+
+    def check_integrity(self) -> None:
+        pass
+
+
+def _attend_one(
+    query: Float[torch.Tensor, "H E"],
+    keys: Float[torch.Tensor, "N K E"],
+    values: Float[torch.Tensor, "N K E"],
+    scaling: float,
+) -> Float[torch.Tensor, "H E"]:
+    group = query.shape[0] // keys.shape[1]
+    wide = [stored.float().repeat_interleave(group, dim=1) for stored in (keys, values)]
+    scores = torch.einsum("he,nhe->hn", query.float(), wide[0]) * scaling
+    return torch.einsum("hn,nhe->he", torch.softmax(scores, -1), wide[1])
