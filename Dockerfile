@@ -25,7 +25,7 @@ COPY --from=build /opt/bloombee /opt/bloombee
 ENV PATH=/opt/bloombee/bin:$PATH PYTHONUNBUFFERED=1
 USER bee
 WORKDIR /home/bee
-# The server writes the ready file once it serves and removes it when it stops. Loading may take long.
-HEALTHCHECK --start-period=30m --interval=30s --timeout=10s CMD test -e /tmp/ready.json
+# The server writes the ready file once it serves. It lies in memory, so a restart begins without it.
+HEALTHCHECK --start-period=30m --interval=30s --timeout=10s CMD test -e /dev/shm/ready.json
 STOPSIGNAL SIGTERM
-ENTRYPOINT ["bloombee-server", "--ready-file", "/tmp/ready.json"]
+ENTRYPOINT ["bloombee-server", "--ready-file", "/dev/shm/ready.json"]
