@@ -96,6 +96,11 @@ class StageServer:
         )
 
     @property
+    def offer(self) -> Offer:
+        """What it serves."""
+        return self._parts.offer
+
+    @property
     def endpoint(self) -> Endpoint:
         """Where clients and other stages dial it."""
         parts = self._parts

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
 from bloombee.core import PackedTable, Phase, SessionId, Span
 from bloombee.errors import KVFull, PeerStopping, RequestError, StepFailed
-from bloombee.kv.interface import KVPool
 from bloombee.protocol.messages import Operations
 from bloombee.server.executor import Executor, ExecutorSettings
 from bloombee.server.work import Outcome, StepWork
 from tests.counting_pool import SPAN, WIDTH, AddingModel, CountingPool
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable
+
+    from bloombee.kv.interface import KVPool
 
 A, B, C = (SessionId(bytes([letter]) * 16) for letter in b"ABC")
 
@@ -171,12 +175,12 @@ def test_a_failure_in_a_later_chunk_rolls_back() -> None:
     async def test(bench: Bench) -> None:
         forward = bench.model.forward
 
-        def second_fails(*args: object, **kwargs: object) -> torch.Tensor:
+        def second_fails(*args: Any, **kwargs: Any) -> torch.Tensor:
             if len(bench.model.batches) == 1:
                 raise RuntimeError("second chunk")
-            return forward(*args, **kwargs)  # type: ignore[reportArgumentType] - passed through
+            return forward(*args, **kwargs)
 
-        bench.model.forward = second_fails  # type: ignore[reportAttributeAccessIssue] - a fault
+        bench.model.forward = second_fails
         outcome = await bench.submit(A, chain(12), phase=Phase.PREFILL)
         assert str(outcome.error) == "RuntimeError: second chunk"
         assert await bench.executor.call(lambda pool: pool.lengths(A)) == (0, 0, 0)

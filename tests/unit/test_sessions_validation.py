@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 
@@ -27,7 +29,7 @@ ID = bytes(16)
 HOP = Hop(peer="next", address="127.0.0.1:1", certificate_hash=b"")
 
 
-def opening(**changes: object) -> Open:
+def opening(**changes: Any) -> Open:
     base = Open(
         session=ID,
         secret=ID,
@@ -46,7 +48,7 @@ def step(
     number: int,
     rows: dict[int, tuple[int, int]],
     operations: Operations = Operations(),  # noqa: B008 - frozen
-    **changes: object,
+    **changes: Any,
 ) -> Step:
     """A step over `rows`: sequence -> (first position, count)."""
     base = Step(
@@ -82,7 +84,7 @@ def step(
         ({"sampling": Sampling(seed=1)}, Unsupported, "head"),
     ],
 )
-def test_open_is_refused(changes: dict[str, object], error: type[BloomBeeError], says: str) -> None:
+def test_open_is_refused(changes: dict[str, Any], error: type[BloomBeeError], says: str) -> None:
     with pytest.raises(error, match=says) as caught:
         check_open(opening(**changes), OFFER, LIMITS)
     assert type(caught.value) is error and "\n" not in str(caught.value)
@@ -115,7 +117,7 @@ def test_open_gives_terms_also_for_a_part_of_the_span() -> None:
         ({"parents": (-1, 3)}, ProtocolError, "precede"),
     ],
 )
-def test_step_is_refused(changes: dict[str, object], error: type[BloomBeeError], says: str) -> None:
+def test_step_is_refused(changes: dict[str, Any], error: type[BloomBeeError], says: str) -> None:
     message = step(1, {0: (0, 1), 1: (0, 1)}, **changes)
     with pytest.raises(error, match=says) as caught:
         check_step(message, CONTEXT)
