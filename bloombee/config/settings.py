@@ -25,30 +25,30 @@ class NetworkSettings(Settings):
     """How to reach a swarm."""
 
     initial_peers: Peers = Field(
-        (), description="peers of the swarm to join; one that answers is enough"
+        default=(), description="peers of the swarm to join; one that answers is enough"
     )
     swarm_key: File | None = Field(
-        None, description="file with the key that all members of a private swarm share"
+        default=None, description="file with the key that all members of a private swarm share"
     )
-    log_level: LogLevel = Field("info", description="least severity of what is logged")
+    log_level: LogLevel = Field(default="info", description="least severity of what is logged")
 
 
 class ListenSettings(NetworkSettings):
     """How others reach this process."""
 
-    new_swarm: bool = Field(False, description="start a swarm instead of joining one")
-    host: str = Field("0.0.0.0", description="address to listen on")
-    dht_port: Port = Field(0, description="port of the DHT node; 0 takes a free one")
+    new_swarm: bool = Field(default=False, description="start a swarm instead of joining one")
+    host: str = Field(default="0.0.0.0", description="address to listen on")
+    dht_port: Port = Field(default=0, description="port of the DHT node; 0 takes a free one")
     announce: Announced | None = Field(
-        None,
+        default=None,
         description="address under which others reach this process, if not the one it listens on",
     )
     identity: File | None = Field(
-        None,
+        default=None,
         description="file with this peer's private key, made if missing; else a new key each start",
     )
     ready_file: File | None = Field(
-        None, description="write peer, addresses and pid to this file, as JSON, once ready"
+        default=None, description="write peer, addresses and pid to this file, as JSON, once ready"
     )
 
     @model_validator(mode="after")
@@ -61,43 +61,45 @@ class ListenSettings(NetworkSettings):
 class DhtSettings(ListenSettings):
     """`bloombee-dht`. Without initial peers it is the first node of a swarm."""
 
-    dht_port: Port = Field(31337, description="port of the DHT node; 0 takes a free one")
+    dht_port: Port = Field(default=31337, description="port of the DHT node; 0 takes a free one")
 
 
 class ServerSettings(ListenSettings):
     """`bloombee-server`."""
 
     model: ModelName = Field(description="the model to serve a part of")
-    blocks: Blocks | None = Field(None, description="the blocks to serve, e.g. 0:10")
+    blocks: Blocks | None = Field(default=None, description="the blocks to serve, e.g. 0:10")
     num_blocks: PositiveInt | None = Field(
-        None,
+        default=None,
         description="how many blocks to serve, where the swarm covers least; else all that fit",
     )
-    port: Port = Field(0, description="port of the data connections (gRPC); 0 takes a free one")
-    device: Device = Field("auto", description="auto, cpu, cuda or cuda:N")
+    port: Port = Field(
+        default=0, description="port of the data connections (gRPC); 0 takes a free one"
+    )
+    device: Device = Field(default="auto", description="auto, cpu, cuda or cuda:N")
     dtype: DtypeName = Field(
-        "auto", description="type of weights and activations; auto is the model's own"
+        default="auto", description="type of weights and activations; auto is the model's own"
     )
     threads: PositiveInt | Literal["auto"] = Field(
-        "auto", description="threads that compute on the CPU; auto is one a core"
+        default="auto", description="threads that compute on the CPU; auto is one a core"
     )
     kv_tokens: PositiveInt | Literal["auto"] = Field(
-        "auto",
+        default="auto",
         description="KV capacity in tokens, over all sessions; auto is what memory allows",
     )
     max_length: PositiveInt | None = Field(
-        None,
+        default=None,
         description="longest sequence a session may ask for, in tokens; else the model's own limit",
     )
     max_step_tokens: PositiveInt = Field(
-        2048, description="tokens computed in one pass; longer prompts are split"
+        default=2048, description="tokens computed in one pass; longer prompts are split"
     )
-    max_sessions: PositiveInt = Field(256, description="sessions served at a time")
+    max_sessions: PositiveInt = Field(default=256, description="sessions served at a time")
     max_frame_bytes: PositiveInt = Field(
-        64 << 20, description="largest message accepted from a peer"
+        default=64 << 20, description="largest message accepted from a peer"
     )
     max_requests_per_s: PositiveInt = Field(
-        2000, description="messages accepted from one peer in a second"
+        default=2000, description="messages accepted from one peer in a second"
     )
 
     @model_validator(mode="after")
@@ -114,25 +116,30 @@ class ServerSettings(ListenSettings):
 class StatusSettings(NetworkSettings):
     """`bloombee-status`."""
 
-    model: ModelName | None = Field(None, description="show only the swarm of this model")
-    json_output: bool = Field(False, alias="json", description="print one JSON object")
+    model: ModelName | None = Field(default=None, description="show only the swarm of this model")
+    json_output: bool = Field(default=False, alias="json", description="print one JSON object")
 
 
 class SamplingSettings(Settings):
     """How the next token is chosen, shared by every command that generates."""
 
-    max_new_tokens: PositiveInt = Field(128, description="tokens to generate at most")
+    max_new_tokens: PositiveInt = Field(default=128, description="tokens to generate at most")
     temperature: float = Field(
-        0.0, ge=0, description="0 takes the most likely token; higher is more varied"
+        default=0.0, ge=0, description="0 takes the most likely token; higher is more varied"
     )
     top_p: float = Field(
-        1.0, gt=0, le=1, description="sample only from the most likely tokens that add up to this"
+        default=1.0,
+        gt=0,
+        le=1,
+        description="sample only from the most likely tokens that add up to this",
     )
-    seed: Annotated[int, Field(ge=0)] | None = Field(None, description="makes sampling repeatable")
+    seed: Annotated[int, Field(ge=0)] | None = Field(
+        default=None, description="makes sampling repeatable"
+    )
     chat: bool = Field(
-        True, description="wrap the prompt in the model's chat template, if it has one"
+        default=True, description="wrap the prompt in the model's chat template, if it has one"
     )
-    json_output: bool = Field(False, alias="json", description="print one JSON object")
+    json_output: bool = Field(default=False, alias="json", description="print one JSON object")
 
 
 class GenerateSettings(NetworkSettings, SamplingSettings):
@@ -142,8 +149,10 @@ class GenerateSettings(NetworkSettings, SamplingSettings):
         description="the text to answer or continue"
     )
     model: ModelName = Field(description="the model that the swarm serves")
-    dtype: DtypeName = Field("auto", description="type of the client's own weights and activations")
-    log_level: LogLevel = Field("warning", description="least severity of what is logged")
+    dtype: DtypeName = Field(
+        default="auto", description="type of the client's own weights and activations"
+    )
+    log_level: LogLevel = Field(default="warning", description="least severity of what is logged")
 
     @model_validator(mode="after")
     def _some_peer(self) -> GenerateSettings:
@@ -156,11 +165,11 @@ class DemoSettings(SamplingSettings):
     """`scripts/demo`."""
 
     prompt: Annotated[str, Flag(positional=True)] = Field(
-        "In three sentences: why do bees dance?", description="the text to answer"
+        default="In three sentences: why do bees dance?", description="the text to answer"
     )
     servers: PositiveInt = Field(
-        3, description="servers to start, each with its share of the blocks"
+        default=3, description="servers to start, each with its share of the blocks"
     )
-    model: ModelName = Field("smollm2", description="the model to serve")
-    dtype: DtypeName = Field("auto", description="type of weights and activations")
-    log_level: LogLevel = Field("warning", description="least severity of what is logged")
+    model: ModelName = Field(default="smollm2", description="the model to serve")
+    dtype: DtypeName = Field(default="auto", description="type of weights and activations")
+    log_level: LogLevel = Field(default="warning", description="least severity of what is logged")
