@@ -48,6 +48,19 @@ def lane_aligned(tokens: int) -> int:
     return -(-tokens // LANE_TOKENS) * LANE_TOKENS
 
 
+class SlotRange:
+    """A strided view of `rows` adjacent slots from `slot`, tokens `[low, low + width)`."""
+
+    __slots__ = ("rows", "size", "start", "stride", "width")
+
+    def __init__(self, shape: ArenaShape, slot: int, rows: int, low: int, width: int) -> None:
+        self.rows = rows
+        self.width = width
+        self.size = (rows * shape.kv_heads, width, shape.head_size)
+        self.stride = (shape.tokens * shape.head_size, shape.head_size, 1)
+        self.start = slot * shape.slot_elements + low * shape.head_size
+
+
 def slot_tokens(row_elements: int, max_length: int, dtype: torch.dtype) -> int:
     """Tokens of a slot that holds `max_length`: whole lanes and whole memory pages.
 
@@ -88,6 +101,18 @@ class Arena:
         block = s.slots * s.slot_elements
         self.key_base = [index * block for index in range(s.blocks)]
         self.value_base = [(s.blocks + index) * block for index in range(s.blocks)]
+
+        self.nothing = torch.zeros((1, 1, 1), dtype=shape.dtype)
+
+    def read(
+        self, layer: int, where: SlotRange
+    ) -> tuple[Float[torch.Tensor, "B W E"], Float[torch.Tensor, "B W E"]]:
+        """Keys and values in place, B = rows x K."""
+        size, stride, start = where.size, where.stride, where.start
+        return (
+            torch.as_strided(self.memory, size, stride, self.key_base[layer] + start),
+            torch.as_strided(self.memory, size, stride, self.value_base[layer] + start),
+        )
 
     def slot(self, slot: int) -> Float[torch.Tensor, "2 L K N E"]:
         """Keys and values of one slot on all blocks (a view)."""

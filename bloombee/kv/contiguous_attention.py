@@ -14,19 +14,9 @@ from dataclasses import dataclass
 import torch
 from jaxtyping import Bool, Float, Int
 
-from bloombee.kv.arena import Arena
+from bloombee.kv.arena import Arena, SlotRange
 
 WIDE_QUERIES = 24
-
-
-@dataclass(frozen=True, slots=True)
-class SlotRange:
-    """`rows` adjacent slots from `slot`, tokens `[low, low + width)`."""
-
-    slot: int
-    rows: int
-    low: int
-    width: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +85,7 @@ def attend_merged(
     scaling: float,
 ) -> Float[torch.Tensor, "N H E"]:
     """One strided batch: N = rows x count queries in slot order."""
-    keys, values = _read(arena, layer, group.where)
+    keys, values = arena.read(layer, group.where)
     rows, kv_heads, count = group.where.rows, arena.shape.kv_heads, group.count
     heads, size = query.shape[1:]
     if count == 1:
@@ -106,7 +96,7 @@ def attend_merged(
             .permute(0, 2, 3, 1, 4)
             .reshape(rows * kv_heads, -1, size)
         )
-    scores = scaled_scores(keys, queries, scaling)  # [R*K, G*C, W]
+    scores = scaled_scores(keys, queries, scaling, arena.nothing)  # [R*K, G*C, W]
     if group.hidden is not None:
         seen = scores.view(rows, heads, count, -1)
         seen[..., group.hidden_from :].masked_fill_(group.hidden, -torch.inf)
@@ -120,35 +110,24 @@ def attend_tile(
     arena: Arena, layer: int, tile: Tile, query: Float[torch.Tensor, "C H E"], scaling: float
 ) -> Float[torch.Tensor, "C H E"]:
     """A tile of one row's queries against all keys it may see."""
-    keys, values = _read(arena, layer, tile.where)
+    keys, values = arena.read(layer, tile.where)
     kv_heads = arena.shape.kv_heads
     count, heads, size = query.shape
     queries = query.transpose(0, 1).reshape(kv_heads, -1, size)  # [K, G*C, E]
-    scores = scaled_scores(keys, queries, scaling)
+    scores = scaled_scores(keys, queries, scaling, arena.nothing)
     seen = scores.view(heads, count, -1)
     seen[..., tile.hidden_from :].masked_fill_(tile.hidden, -torch.inf)
     result = torch.bmm(torch.softmax(scores, -1), values)
     return result.view(heads, count, size).transpose(0, 1)
 
 
-def _read(
-    arena: Arena, layer: int, where: SlotRange
-) -> tuple[Float[torch.Tensor, "B W E"], Float[torch.Tensor, "B W E"]]:
-    """Keys and values in place, B = rows x K."""
-    shape = arena.shape
-    size = (where.rows * shape.kv_heads, where.width, shape.head_size)
-    stride = (shape.tokens * shape.head_size, shape.head_size, 1)
-    start = where.slot * shape.slot_elements + where.low * shape.head_size
-    keys = torch.as_strided(arena.memory, size, stride, arena.key_base[layer] + start)
-    values = torch.as_strided(arena.memory, size, stride, arena.value_base[layer] + start)
-    return keys, values
-
-
 def scaled_scores(
-    keys: Float[torch.Tensor, "B W E"], queries: Float[torch.Tensor, "B Q E"], scaling: float
+    keys: Float[torch.Tensor, "B W E"],
+    queries: Float[torch.Tensor, "B Q E"],
+    scaling: float,
+    nothing: Float[torch.Tensor, "1 1 1"],
 ) -> Float[torch.Tensor, "B Q W"]:
-    """Scaled products, contiguous. beta=0 reads nothing of the first argument."""
-    nothing = keys[:1, :1, :1]
+    """Scaled products, contiguous; beta=0 never reads `nothing`, which only lends its dtype."""
     if queries.shape[1] < WIDE_QUERIES:
         flipped = torch.baddbmm(nothing, keys, queries.transpose(1, 2), beta=0, alpha=scaling)
         return flipped.transpose(1, 2).contiguous()

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from bloombee.kv.arena import LANE_TOKENS, ArenaShape, lane_aligned
-from bloombee.kv.contiguous_attention import Layout, Merged, SlotRange, Tile
+from bloombee.kv.arena import LANE_TOKENS, ArenaShape, SlotRange, lane_aligned
+from bloombee.kv.contiguous_attention import Layout, Merged, Tile
 from bloombee.kv.grouping import Piece, group_pieces
 from bloombee.kv.ledger import StepRow
 from bloombee.kv.rounding import same_rounding
@@ -51,7 +51,7 @@ def build_layout(rows: Sequence[Row], shape: ArenaShape, heads: Heads) -> Layout
         else:
             short.setdefault(row.count, []).append(_piece(index, row, heads.window))
     merged = [
-        _merged(group, rows, heads.window)
+        _merged(group, rows, shape, heads.window)
         for count, pieces in short.items()
         for group in _groups(pieces, count, shape, heads)
     ]
@@ -83,17 +83,15 @@ def _groups(
     return group_pieces(pieces, CALLS_COST_BYTES // token_bytes, same)
 
 
-def _merged(group: list[Piece], rows: Sequence[Row], window: int | None) -> Merged:
+def _merged(
+    group: list[Piece], rows: Sequence[Row], shape: ArenaShape, window: int | None
+) -> Merged:
     members = [rows[piece.index] for piece in group]
-    count, first_slot = members[0].count, group[0].slot
-    where = SlotRange(
-        first_slot,
-        group[-1].slot - first_slot + 1,
-        group[0].low,
-        max(piece.width for piece in group),
-    )
+    count, first_slot, low = members[0].count, group[0].slot, group[0].low
+    width = max(piece.width for piece in group)
     lines = [piece.slot - first_slot for piece in group]
-    hidden, hidden_from = _hidden(members, lines, where, window)
+    where = SlotRange(shape, first_slot, lines[-1] + 1, low, width)
+    hidden, hidden_from = _hidden(members, lines, _Frame(lines[-1] + 1, low, width), window)
     start = members[0].offset
     if where.rows == len(group) and all(
         row.offset == start + line * count for row, line in zip(members, lines, strict=True)
@@ -109,8 +107,17 @@ def _merged(group: list[Piece], rows: Sequence[Row], window: int | None) -> Merg
     return Merged(where, count, *indices, hidden, hidden_from)
 
 
+@dataclass(frozen=True, slots=True)
+class _Frame:
+    """Slots and token columns that a merged batch reads."""
+
+    rows: int
+    low: int
+    width: int
+
+
 def _hidden(
-    members: Sequence[Row], lines: Sequence[int], where: SlotRange, window: int | None
+    members: Sequence[Row], lines: Sequence[int], where: _Frame, window: int | None
 ) -> tuple[torch.Tensor | None, int]:
     """Mask of a merged batch, from the first column in which it hides anything."""
     count = members[0].count
@@ -145,11 +152,14 @@ def _tiles(row: Row, shape: ArenaShape, heads: Heads) -> Iterator[Tile]:
         tree = visible(row.first, row.count, row.parents, heads.window)
     while start < row.end:
         stop = min(row.end, (start // size + 1) * size)
-        yield _tile(row, start, stop, tree, heads.window)
+        yield _tile(row, range(start, stop), tree, shape, heads.window)
         start = stop
 
 
-def _tile(row: Row, start: int, stop: int, tree: Mask | None, window: int | None) -> Tile:
+def _tile(
+    row: Row, tokens: range, tree: Mask | None, shape: ArenaShape, window: int | None
+) -> Tile:
+    start, stop = tokens.start, tokens.stop
     offset = row.offset - row.first
     if tree is not None:
         low, end = _low(row.first, window), row.end
@@ -159,6 +169,6 @@ def _tile(row: Row, start: int, stop: int, tree: Mask | None, window: int | None
         low, end = _low(start, window), stop
         seen = visible(start, stop - start, None, window)[:, low:]
         hidden_from = 0 if window is not None else start
-    where = SlotRange(row.held.place, 1, low, end - low)
+    where = SlotRange(shape, row.held.place, 1, low, end - low)
     hidden = torch.from_numpy(~seen[:, hidden_from:])
     return Tile(where, start + offset, stop + offset, hidden, hidden_from)

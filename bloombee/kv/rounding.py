@@ -22,12 +22,13 @@ def same_rounding(dtype: torch.dtype, rows: int, head_size: int, narrow: int, wi
     if narrow == wide:
         return True
     noise = torch.Generator().manual_seed(narrow)
+    nothing = torch.zeros((1, 1, 1), dtype=dtype)
     query = _spread((1, rows, head_size), dtype, noise)
     keys = _spread((1, wide, head_size), dtype, noise)
     values = _cancelling(narrow, wide, head_size, dtype, noise)
     weights = torch.zeros((1, rows, wide), dtype=dtype)
     weights[..., :narrow] = 1
-    scores = [scaled_scores(keys[:, :n], query, 1.0)[..., :narrow] for n in (narrow, wide)]
+    scores = [scaled_scores(keys[:, :n], query, 1.0, nothing)[..., :narrow] for n in (narrow, wide)]
     sums = [torch.bmm(weights[..., :n].contiguous(), values[:, :n]) for n in (narrow, wide)]
     logits = torch.randn((1, rows, wide), generator=noise).to(dtype)
     logits[..., narrow:] = -torch.inf
