@@ -10,7 +10,9 @@ is relied upon: what lies beyond a sequence's end must be finite.
 from __future__ import annotations
 
 import mmap
-from dataclasses import dataclass
+import platform
+import sys
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float
@@ -134,6 +136,24 @@ class Arena:
             self._map.madvise(mmap.MADV_DONTNEED, start, size)
 
 
+def map_slots(one: ArenaShape, slots: int) -> Arena:
+    """An arena of up to `slots` of these, fewer where so much address space isn't granted.
+
+    Raises SettingsError when not even one fits.
+    """
+    while slots > 1:
+        try:
+            return Arena(replace(one, slots=slots))
+        except SettingsError:
+            slots //= 2
+    return Arena(one)
+
+
 def _map_flags() -> int:
-    private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    return private | getattr(mmap, "MAP_NORESERVE", 0)
+    """Private and not counted against the memory that may be promised.
+
+    Python names MAP_NORESERVE from 3.12 on; this is its value on the processors we meet.
+    """
+    on_linux = sys.platform == "linux" and platform.machine() in ("x86_64", "aarch64", "riscv64")
+    no_reserve = getattr(mmap, "MAP_NORESERVE", 0x4000 if on_linux else 0)
+    return mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve

@@ -14,7 +14,6 @@ copied. `common[i, j]` counts the leading tokens sequences i and j surely share.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -23,7 +22,7 @@ from numpy.typing import NDArray
 
 from bloombee.core import SessionId
 from bloombee.errors import KVFull, RequestError
-from bloombee.kv.arena import Arena, ArenaShape, slot_tokens
+from bloombee.kv.arena import Arena, ArenaShape, map_slots, slot_tokens
 from bloombee.kv.contiguous_attention import Layout, attend_layout
 from bloombee.kv.interface import AttendPlan, BatchItem, KVPool, KVShape
 from bloombee.kv.layout import Heads, build_layout
@@ -278,6 +277,5 @@ def make_contiguous(
         blocks, 1, heads, slot_tokens(heads * size, max_length, shape.dtype), size, shape.dtype
     )
     slots = max(1, min(pages, MAX_SLOTS, ADDRESS_BYTES // one.total_bytes))
-    return ContiguousPool(
-        shape, Ledger(pages, page_tokens, max_length), Arena(replace(one, slots=slots))
-    )
+    arena = map_slots(one, slots)
+    return ContiguousPool(shape, Ledger(pages, page_tokens, max_length), arena)
