@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Shaped
 
 from bloombee.errors import RequestError
 
@@ -34,7 +34,7 @@ class Packing:
     origin: Int[torch.Tensor, "B S"] | None = None
 
     @classmethod
-    def of(cls, batch: int, columns: int, mask: Int[torch.Tensor, "B S"] | None) -> Packing:
+    def of(cls, batch: int, columns: int, mask: Shaped[torch.Tensor, "B S"] | None) -> Packing:
         """The packing of a batch whose unmasked positions are nonzero in `mask`.
 
         Raises RequestError when the mask has another shape.

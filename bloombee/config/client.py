@@ -14,15 +14,23 @@ Seconds = Annotated[float, Field(gt=0)]
 class ClientSettings(Settings):
     """Deadlines and limits of every client session; none of them is infinite."""
 
-    connect_s: Seconds = Field(10.0, description="to reach a server and agree on who is who")
-    open_s: Seconds = Field(20.0, description="for all stages to open and link a session")
-    step_s: Seconds = Field(180.0, description="for the answer to one step")
-    close_s: Seconds = Field(2.0, description="for servers to confirm that a session is closed")
+    connect_s: Seconds = Field(
+        default=10.0, description="to reach a server and agree on who is who"
+    )
+    open_s: Seconds = Field(default=20.0, description="for all stages to open and link a session")
+    step_s: Seconds = Field(default=180.0, description="for the answer to one step")
+    close_s: Seconds = Field(
+        default=2.0, description="for servers to confirm that a session is closed"
+    )
     steps_in_flight: int = Field(
         8, ge=1, description="steps of a long prompt sent before the first is answered"
     )
     prefill_tokens: int = Field(
-        256, ge=1, description="least tokens a step of a prompt carries when it is split for overlap"
+        256,
+        ge=1,
+        description="least tokens a step of a prompt carries when it is split for overlap",
     )
-    payload_bytes: int = Field(16 << 20, ge=1, description="largest payload of one step")
-    route_attempts: int = Field(3, ge=1, description="routes tried when servers don't answer")
+    payload_bytes: int = Field(default=16 << 20, ge=1, description="largest payload of one step")
+    route_attempts: int = Field(
+        default=3, ge=1, description="routes tried when servers don't answer"
+    )

@@ -1,0 +1,81 @@
+"""`from_pretrained`: from a model's name to a client of the swarm that serves it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+
+from bloombee.client.loop import shared_loop
+from bloombee.client.model import DistributedModelForCausalLM
+from bloombee.client.swarm_access import SwarmAccess
+from bloombee.config.client import ClientSettings
+from bloombee.errors import SettingsError
+from bloombee.models import ModelEnds, ModelSource, open_source, resolve_dtype
+from bloombee.swarm.connection import Connection, ConnectionSettings, connect
+from bloombee.swarm.identity import Identity
+from bloombee.swarm.node import NodeOptions, SwarmNode
+from bloombee.transport.direct import DirectDialer
+from bloombee.transport.interface import Endpoint
+
+
+class AutoDistributedModelForCausalLM:
+    """Loads the client's share of a model and joins the swarm that serves the rest."""
+
+    def __init__(self, *_: object, **__: object) -> NoReturn:
+        raise SettingsError("use AutoDistributedModelForCausalLM.from_pretrained(model, ...)")
+
+    @classmethod
+    def from_pretrained(  # noqa: PLR0913 - mirrors transformers' from_pretrained
+        cls,
+        model: str | Path,
+        *,
+        initial_peers: Sequence[str] | str = (),
+        dtype: str | torch.dtype = "auto",
+        device: str | torch.device = "cpu",
+        swarm_key: bytes | None = None,
+        revision: str | None = None,
+        cache_dir: Path | None = None,
+        settings: ClientSettings | None = None,
+    ) -> DistributedModelForCausalLM:
+        """A client of the swarm that `initial_peers` (multiaddresses) belong to.
+
+        `model` is a path, a hub id or an alias, as for the servers; only embeddings,
+        final norm and head are loaded. `dtype` must be the one that servers compute in.
+        Raises ModelError, SettingsError, or SwarmError when no initial peer answers.
+        """
+        peers = (initial_peers,) if isinstance(initial_peers, str) else tuple(initial_peers)
+        if not peers:
+            raise SettingsError("give initial_peers=[...], as the servers print them")
+        source = open_source(str(model), revision=revision, cache_dir=cache_dir)
+        name = str(dtype).removeprefix("torch.")
+        ends = ModelEnds.load(source, dtype=resolve_dtype(name, source, device), device=device)
+        loop = shared_loop()
+        access = loop.run(_join(source, peers, swarm_key, settings or ClientSettings()))
+        return DistributedModelForCausalLM(source, ends, access, loop)
+
+
+async def _join(
+    source: ModelSource,
+    initial_peers: tuple[str, ...],
+    swarm_key: bytes | None,
+    settings: ClientSettings,
+) -> SwarmAccess:
+    """Join the DHT as a client. Raises SettingsError or SwarmError."""
+    identity = Identity.load_or_create(None)
+    node = await SwarmNode.start(NodeOptions(initial_peers, client_mode=True), identity)
+    dialer = DirectDialer()
+    connecting = ConnectionSettings(swarm_key, settings.connect_s)
+
+    async def to(endpoint: Endpoint) -> Connection:
+        return await connect(dialer, endpoint, identity, settings=connecting)
+
+    async def leave() -> None:
+        await dialer.close()
+        await node.close()
+
+    look = partial(node.snapshot, source.fingerprint, source.num_blocks)
+    return SwarmAccess(look, to, settings, source.num_blocks, leave)

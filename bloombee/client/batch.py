@@ -1,0 +1,289 @@
+"""The past of a batch: its rows, which of its columns were masked, and the session behind.
+
+Columns are counted as transformers counts them, padding included; lengths are
+those of the unmasked tokens, which is all that servers ever see. Cropping and
+reordering change only what is written here: they travel with the next step.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int, Shaped
+
+from bloombee.client.history import Entry, entries_of
+from bloombee.client.loop import LoopThread
+from bloombee.client.packing import Packing
+from bloombee.client.rows import Row, resolve
+from bloombee.client.session import RemoteSession, StepPhase
+from bloombee.client.split import Want
+from bloombee.core import PackedTable
+from bloombee.errors import RequestError
+
+OpenSession = Callable[[int, int], Coroutine[Any, Any, RemoteSession]]
+"""Opens a session of so many sequences and so many tokens each."""
+Embed = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""Ids `[T]` and positions `[T]` to the rows `[T, D]` that enter the first block."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchTerms:
+    """`rows` of up to `max_length` tokens each.
+
+    A `growable` batch may exceed that: it moves to a larger session, whose servers
+    compute its past again. Of each `repeats` neighbouring rows the prompt is the
+    same (beams, several answers to one prompt): it is computed once and forked.
+    """
+
+    rows: int
+    max_length: int
+    growable: bool = True
+    repeats: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """What a batch computes with; `max_length` is how long the model lets a row grow."""
+
+    open_session: OpenSession
+    embed: Embed
+    loop: LoopThread
+    max_length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """T packed new tokens: their ids, or the rows themselves where there are none."""
+
+    ids: Int[torch.Tensor, " T"] | None = None
+    rows: Float[torch.Tensor, "T D"] | None = None
+
+    def entries(self) -> list[Entry]:
+        """What the session's history keeps of them."""
+        if self.ids is not None:
+            return self.ids.tolist()
+        return [] if self.rows is None else entries_of(self.rows)
+
+
+class RemoteBatch:
+    """Rows that continue on the servers. Opens its session with the first tokens."""
+
+    def __init__(self, terms: BatchTerms, backend: Backend) -> None:
+        self.terms = terms
+        self.columns = 0
+        self.session: RemoteSession | None = None
+        self.mask: Shaped[torch.Tensor, "B C"] | None = None
+        """Which columns are unmasked; None while all are."""
+        self.carried: Float[torch.Tensor, "B D"] | None = None
+        """Result of each row's last token, while some position is masked."""
+        self._backend = backend
+        self._rows = [Row(index, 0) for index in range(terms.rows)]
+        self._sharing = terms.repeats
+        self._closed = False
+        self._finalizer: weakref.finalize[..., RemoteBatch] | None = None
+
+    @property
+    def rows(self) -> int:
+        """How many rows the batch has."""
+        return len(self._rows)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Unmasked tokens held of each row."""
+        return [row.length for row in self._rows]
+
+    @property
+    def sharing(self) -> int:
+        """How many neighbouring rows still have one past, and get one computation."""
+        return self._sharing
+
+    def stop_sharing(self) -> None:
+        """From now on every row gets tokens of its own."""
+        self._sharing = 1
+
+    def entries(self, row: int) -> Sequence[Entry]:
+        """What was sent of a row, as far as it counts."""
+        if self.session is None:
+            return ()
+        held = self._rows[row]
+        return self.session.history.entries(held.sequence)[: held.length]
+
+    def crop(self, columns: int) -> None:
+        """Forget the last `columns` columns. Raises RequestError when fewer are held."""
+        if not 0 <= columns <= self.columns:
+            raise RequestError(f"can't remove {columns} columns of {self.columns}")
+        if not columns:
+            return
+        self.columns -= columns
+        lengths = [self.columns] * self.rows
+        if self.mask is not None:
+            self.mask = self.mask[:, : self.columns]
+            lengths = self.mask.sum(1).tolist()
+            self.carried = None  # of tokens that are gone
+        self._rows = [Row(r.sequence, n) for r, n in zip(self._rows, lengths, strict=True)]
+
+    def select(self, indices: Int[torch.Tensor, " N"]) -> None:
+        """Row i becomes what row `indices[i]` is."""
+        rows = [self._rows[index] for index in indices.tolist()]
+        if rows != self._rows:
+            self._sharing = 1
+        self._rows = rows
+        if self.mask is not None:
+            self.mask = self.mask[indices]
+        if self.carried is not None:
+            self.carried = self.carried[indices]
+
+    def advance(
+        self, packing: Packing, tokens: Tokens, want: Want, phase: StepPhase
+    ) -> Float[torch.Tensor, "R D"]:
+        """Send the packed new tokens of all rows (of each `sharing` rows only the first).
+
+        Returns the last block's rows for what `want` asks, in the order of the batch;
+        rows without a token have none. Changes lengths, not columns: see `extend`.
+        Raises RequestError before anything is sent when it does not fit.
+        """
+        rows = self._rows[:: self._sharing]
+        needed = max(r.length + n for r, n in zip(rows, packing.counts, strict=True))
+        session = self._session_for(needed)
+        rows = self._rows[:: self._sharing]  # a new session numbers them anew
+        placed = resolve(rows, [session.history.length(s) for s in range(session.terms.sequences)])
+        table = _table(placed.rows, packing.counts)
+        entries = tokens.entries()
+        order = _ascending(table)
+        if order is not None:
+            table, entries, tokens = _reordered(table, entries, tokens, order)
+        hidden = self._embedded(tokens, table)
+        step = session.step(
+            hidden, table, entries=entries, operations=placed.operations, want=want, phase=phase
+        )
+        answer = self._backend.loop.run(step)
+        grown = [
+            Row(r.sequence, r.length + n) for r, n in zip(placed.rows, packing.counts, strict=True)
+        ]
+        self._rows = [row for row in grown for _ in range(self._sharing)]
+        return answer if order is None else answer[torch.tensor(order).argsort()]
+
+    def extend(
+        self,
+        packing: Packing,
+        mask: Shaped[torch.Tensor, "B S"] | None,
+        last: Float[torch.Tensor, "B D"] | None,
+    ) -> None:
+        """Count the columns of a step; `mask` and each row's `last` result when any is masked."""
+        if self.mask is None and not packing.is_dense:
+            self.mask = torch.ones(self.rows, self.columns, dtype=torch.bool)
+        if self.mask is not None:
+            new = torch.ones(self.rows, packing.columns, dtype=torch.bool)
+            self.mask = torch.cat((self.mask, new if mask is None else mask != 0), dim=1)
+            self.carried = last
+        self.columns += packing.columns
+
+    def close(self) -> None:
+        """Free the session on the servers; the batch can't be continued afterwards."""
+        self._closed = True
+        self._end_session()
+
+    def _end_session(self) -> None:
+        if self._finalizer is not None and self._finalizer.detach() and self.session is not None:
+            self._backend.loop.run(self.session.close())
+
+    def _embedded(self, tokens: Tokens, table: PackedTable) -> torch.Tensor:
+        if tokens.ids is not None:
+            return self._backend.embed(tokens.ids, torch.from_numpy(table.positions))
+        if tokens.rows is None:
+            raise RequestError("a step needs token ids or rows")
+        return tokens.rows
+
+    def _session_for(self, needed: int) -> RemoteSession:
+        """The session, opened or replaced by one that takes `needed` tokens a row."""
+        if self._closed:
+            raise RequestError("the session was closed: start another")
+        limit = (self.session or self).terms.max_length
+        if needed > limit and not self.terms.growable:
+            raise RequestError(
+                f"a row would hold {needed} tokens, the session was opened for {limit}: "
+                f"open it with max_length={needed} or more"
+            )
+        if self.session is None:
+            return self._adopt(max(needed, limit))
+        if needed <= limit:
+            return self.session
+        return self._move(max(needed, min(2 * limit, self._backend.max_length)))
+
+    def _adopt(self, max_length: int) -> RemoteSession:
+        loop = self._backend.loop
+        self.session = loop.run(self._backend.open_session(len(self._rows), max_length))
+        self._finalizer = weakref.finalize(self, _abandon, loop, self.session)
+        return self.session
+
+    def _move(self, max_length: int) -> RemoteSession:
+        """Compute the past again in a larger session."""
+        past = [list(self.entries(index)) for index in range(self.rows)]
+        self._end_session()
+        session = self._adopt(max_length)
+        self._rows = [Row(index, len(entries)) for index, entries in enumerate(past)]
+        live = [index for index, entries in enumerate(past) if entries]
+        if live:
+            table = PackedTable(
+                tuple(live), (0,) * len(live), tuple(len(past[index]) for index in live)
+            )
+            entries = [entry for index in live for entry in past[index]]
+            hidden = self._rows_of(entries, torch.from_numpy(table.positions))
+            step = session.step(hidden, table, entries=entries, want="none", phase="prefill")
+            self._backend.loop.run(step)
+        return session
+
+    def _rows_of(self, entries: Sequence[Entry], positions: torch.Tensor) -> torch.Tensor:
+        known = [index for index, entry in enumerate(entries) if isinstance(entry, int)]
+        ids = torch.tensor([entries[index] for index in known], dtype=torch.long)
+        embedded = self._backend.embed(ids, positions[known])
+        if len(known) == len(entries):
+            return embedded
+        given = {i: entry for i, entry in enumerate(entries) if isinstance(entry, torch.Tensor)}
+        given.update(zip(known, embedded, strict=True))
+        return torch.stack([given[index] for index in range(len(entries))])
+
+
+def _abandon(loop: LoopThread, session: RemoteSession) -> None:
+    loop.post(session.close())
+
+
+def _table(rows: Sequence[Row], counts: Sequence[int]) -> PackedTable:
+    live = [(row, count) for row, count in zip(rows, counts, strict=True) if count]
+    if not live:
+        raise RequestError("the step has no unmasked token: unmask at least one position")
+    return PackedTable(
+        tuple(row.sequence for row, _ in live),
+        tuple(row.length for row, _ in live),
+        tuple(count for _, count in live),
+    )
+
+
+def _ascending(table: PackedTable) -> list[int] | None:
+    """The order that puts decode rows in order of their sequences, where KV lies side by side."""
+    if not table.is_decode or all(a < b for a, b in pairwise(table.sequences)):
+        return None
+    return sorted(range(len(table.sequences)), key=table.sequences.__getitem__)
+
+
+def _reordered(
+    table: PackedTable, entries: Sequence[Entry], tokens: Tokens, order: Sequence[int]
+) -> tuple[PackedTable, list[Entry], Tokens]:
+    picked = torch.tensor(order)
+    return (
+        PackedTable(
+            tuple(table.sequences[i] for i in order),
+            tuple(table.first_positions[i] for i in order),
+            tuple(table.counts[i] for i in order),
+        ),
+        [entries[i] for i in order],
+        Tokens(
+            None if tokens.ids is None else tokens.ids[picked],
+            None if tokens.rows is None else tokens.rows[picked],
+        ),
+    )

@@ -1,0 +1,161 @@
+"""A whole swarm and clients of it in one process: stages over the in-memory transport.
+
+    with ClientSwarm(source, equal_spans(5, 2)) as swarm:
+        model = swarm.model()
+        model.generate(...)
+
+Stages and clients share the client's own kind of loop thread; tests call the
+models from ordinary threads, as users do.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Self
+
+import torch
+
+from bloombee.client.loop import LoopThread
+from bloombee.client.model import DistributedModelForCausalLM
+from bloombee.client.swarm_access import SwarmAccess
+from bloombee.config.client import ClientSettings
+from bloombee.core import PeerId, Span
+from bloombee.kv import make_pool
+from bloombee.models import ModelEnds, ModelSource, SpanModel
+from bloombee.server.executor import ExecutorSettings
+from bloombee.server.stage import StageParts, StageServer
+from bloombee.server.validation import Limits, Offer
+from bloombee.swarm.connection import Connection, ConnectionSettings, connect
+from bloombee.swarm.identity import Identity
+from bloombee.swarm.records import ServerRecord, ServerState
+from bloombee.swarm.view import SwarmSnapshot
+from bloombee.transport.memory import MemoryNetwork
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from bloombee.transport.interface import Endpoint
+
+QUICK = ClientSettings(connect_s=5, open_s=5, step_s=60, close_s=2, prefill_tokens=64)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """How much each stage takes."""
+
+    kv_tokens: int = 40_000
+    max_step_tokens: int = 512
+    pass_tokens: int = 512
+
+
+@dataclass
+class ClientSwarm:
+    """Stages of `source`, one for each span, and the clients made for them."""
+
+    source: ModelSource
+    spans: Sequence[Span]
+    size: Size = field(default_factory=Size)
+    dtype: torch.dtype = torch.float32
+
+    def __enter__(self) -> Self:
+        self.loop = LoopThread()
+        self.network = MemoryNetwork()
+        self.stages: list[StageServer] = []
+        self.extra_records: list[ServerRecord] = []
+        self.lost: set[PeerId] = set()
+        self._models: list[DistributedModelForCausalLM] = []
+        self._ends = ModelEnds.load(self.source, dtype=self.dtype, device="cpu")
+        with ExitStack() as stack:
+            stack.callback(self._stop)
+            for span in self.spans:
+                self.add(span)
+            stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop()
+
+    def _stop(self) -> None:
+        for model in self._models:
+            model.close()
+        for stage in self.stages:
+            self.loop.run(stage.stop(1.0))
+        self.loop.close()
+
+    def add(self, span: Span) -> StageServer:
+        """Start one more stage."""
+        identity = Identity.load_or_create(None)
+        stage = StageServer(
+            StageParts(
+                identity=identity,
+                listener=self.network.listener(identity.peer_id),
+                dialer=self.network.dialer(identity.peer_id),
+                model=SpanModel.load(
+                    self.source, span, dtype=self.dtype, device="cpu", progress=False
+                ),
+                pool=make_pool(
+                    self.source.kv_shape(span, self.dtype, "cpu"),
+                    self.size.kv_tokens,
+                    max_length=self.source.max_length,
+                ),
+                offer=Offer(
+                    fingerprint=self.source.fingerprint,
+                    span=span,
+                    hidden_size=self.source.hidden_size,
+                    max_length=self.source.max_length,
+                ),
+                limits=Limits(max_step_tokens=self.size.max_step_tokens),
+                executor_settings=ExecutorSettings(pass_tokens=self.size.pass_tokens),
+            )
+        )
+        self.loop.run(stage.start())
+        self.stages.append(stage)
+        return stage
+
+    async def look(self) -> SwarmSnapshot:
+        """What a DHT would say."""
+        records = [self.record(stage) for stage in self.stages]
+        alive = [r for r in [*records, *self.extra_records] if r.peer not in self.lost]
+        return SwarmSnapshot(tuple(alive), (), time.time())
+
+    def record(self, stage: StageServer) -> ServerRecord:
+        """What a stage announces."""
+        return ServerRecord(
+            peer=PeerId(stage.endpoint.peer),
+            fingerprint=self.source.fingerprint,
+            model="tiny",
+            num_blocks=self.source.num_blocks,
+            span=stage.offer.span,
+            addresses=(stage.endpoint.address,),
+            certificate_hash=b"",
+            dtype=str(self.dtype).removeprefix("torch."),
+            kv_tokens=self.size.kv_tokens,
+            max_length=stage.offer.max_length,
+            throughput_tokens_per_s=100.0,
+            version="0",
+            state=ServerState.ONLINE,
+        )
+
+    def model(self, settings: ClientSettings = QUICK) -> DistributedModelForCausalLM:
+        """A client of its own identity."""
+        identity = Identity.load_or_create(None)
+        dialer = self.network.dialer(identity.peer_id)
+
+        async def to(endpoint: Endpoint) -> Connection:
+            return await connect(
+                dialer, endpoint, identity, settings=ConnectionSettings(None, settings.connect_s)
+            )
+
+        access = SwarmAccess(
+            self.look, to, settings, self.source.num_blocks, dialer.close, random.Random(0)
+        )
+        model = DistributedModelForCausalLM(self.source, self._ends, access, self.loop)
+        self._models.append(model)
+        return model
+
+    def free_tokens(self) -> list[int]:
+        """Free KV tokens of every stage."""
+        return [self.loop.run(stage.executor.free_tokens()) for stage in self.stages]
