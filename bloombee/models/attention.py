@@ -8,9 +8,9 @@ which every family on the attention interface passes through.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 import torch
-from torch.nn.functional import pad
 from transformers import AttentionInterface
 
 from bloombee.kv.interface import AttendPlan, KVPool
@@ -20,14 +20,10 @@ ATTENTION = "bloombee_packed"
 
 @dataclass(frozen=True, slots=True)
 class PackedStep:
-    """One step on one span: where its KV goes, and how many of the rows are tokens.
-
-    Rows from `tokens` on are padding that linear layers see and attention does not.
-    """
+    """One step on one span: where its KV goes."""
 
     pool: KVPool
     plan: AttendPlan
-    tokens: int
 
 
 def packed_attention(  # noqa: PLR0913 - transformers' signature
@@ -46,16 +42,11 @@ def packed_attention(  # noqa: PLR0913 - transformers' signature
 
     Causality comes from the plan, so `attention_mask` is always None. Modifies the pool.
     """
-    step = packed_step
-    rows, tokens = query.shape[2], step.tokens
+    block = cast("int", module.layer_idx)
     q, k, v = (part[0].transpose(0, 1) for part in (query, key, value))  # [T, H, E]
-    if rows != tokens:
-        q, k, v = q[:tokens], k[:tokens], v[:tokens]
-    out = step.pool.attend(
-        step.plan, module.layer_idx, q, k, v, scaling=scaling, window=sliding_window
+    out = packed_step.pool.attend(
+        packed_step.plan, block, q, k, v, scaling=scaling, window=sliding_window
     )
-    if rows != tokens:
-        out = pad(out, (0, 0, 0, 0, 0, rows - tokens))
     return out.unsqueeze(0), None
 
 

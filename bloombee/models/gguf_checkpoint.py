@@ -70,7 +70,7 @@ class GGUFCheckpoint(Checkpoint):
                 "choose another quantization"
             ) from None
         processed = self._processor.process(weights=values, name=name)
-        return torch.from_numpy(np.ascontiguousarray(processed.weights))
+        return torch.from_numpy(np.require(processed.weights, requirements=("C", "W")))
 
     @cached_property
     def _bytes(self) -> np.ndarray:

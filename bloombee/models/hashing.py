@@ -18,6 +18,8 @@ log = logging.getLogger(__name__)
 
 CHUNK_BYTES = 4 << 20
 THREADS = 4
+# Smaller files are hashed faster than their hash is found again.
+KEPT_FROM_BYTES = 16 << 20
 _SHA256_NAME = re.compile(r"[0-9a-f]{64}")
 
 
@@ -38,21 +40,24 @@ def _sha256(path: Path, *, progress: Progress) -> str:
     if _SHA256_NAME.fullmatch(real.name):
         progress.advance(real.stat().st_size)
         return real.name
-    record = _record_of(real)
+    if real.stat().st_size < KEPT_FROM_BYTES:
+        return _read_through(real, progress)
+    record = cache_folder() / "sha256" / f"{file_key(real)}.json"
     if (known := _known(record)) is not None:
         progress.advance(real.stat().st_size)
         return known
+    digest = _read_through(real, progress)
+    write_atomically(record, json.dumps({"path": str(real), "sha256": digest}))
+    return digest
+
+
+def _read_through(path: Path, progress: Progress) -> str:
     digest = hashlib.sha256()
-    with real.open("rb") as file:
+    with path.open("rb") as file:
         while chunk := file.read(CHUNK_BYTES):
             digest.update(chunk)
             progress.advance(len(chunk))
-    write_atomically(record, json.dumps({"path": str(real), "sha256": digest.hexdigest()}))
     return digest.hexdigest()
-
-
-def _record_of(path: Path) -> Path:
-    return cache_folder() / "sha256" / f"{file_key(path)}.json"
 
 
 def _known(record: Path) -> str | None:

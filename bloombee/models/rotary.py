@@ -35,13 +35,11 @@ class Rotary:
     ) -> CosSin:
         """Cosine and sine `[1, T, E]` in the dtype of `like` for `positions` `[T]`.
 
-        `counts` are the tokens of each sequence in turn; they sum to at most T (the
-        rest is padding).
+        `counts` are the tokens of each sequence in turn; they sum to T.
         """
         if not self.depends_on_length or int(positions.max()) < self._unscaled_length:
             return self._module(like, positions.unsqueeze(0))
-        pieces = positions.split([*counts, len(positions) - sum(counts)])
-        pairs = [self._alone(like, piece) for piece in pieces if len(piece)]
+        pairs = [self._alone(like, piece) for piece in positions.split(list(counts))]
         cos, sin = zip(*pairs, strict=True)
         return torch.cat(cos, dim=1), torch.cat(sin, dim=1)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from functools import cached_property
 from pathlib import Path
+from typing import cast
 
 import torch
 from transformers import (
@@ -120,7 +121,7 @@ class ModelSource:
         found = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(self.config), None)
         if found is None:
             raise ModelError(f"{self.name} is no causal language model: choose one that is")
-        return found
+        return cast("type[PreTrainedModel]", found)
 
     @cached_property
     def _outline(self) -> PreTrainedModel:

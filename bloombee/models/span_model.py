@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from jaxtyping import Float
 from torch import nn
-from torch.nn.functional import pad
 
 from bloombee.core import Span
 from bloombee.kv.interface import BatchItem, KVPool
 from bloombee.models.attention import PackedStep
+from bloombee.models.linear import Floors, make_invariant
 from bloombee.models.rotary import Rotary
 from bloombee.models.source import ModelSource
 from bloombee.models.weights import fill
@@ -33,7 +33,6 @@ class SpanModel:
         self._rotary = rotary
         weight = next(layers[0].parameters())
         self.dtype, self.device = weight.dtype, weight.device
-        self.min_rows = _min_rows(self.dtype, self.device)
 
     @classmethod
     def load(
@@ -55,6 +54,10 @@ class SpanModel:
         paths = [f"{blocks}.{index}" for index in range(span.start, span.end)]
         modules = {path: outline.get_submodule(path) for path in paths}
         fill(source, modules, dtype=dtype, device=device, progress=progress)
+        if torch.device(device).type == "cpu":
+            floors: Floors = {}
+            for module in modules.values():
+                make_invariant(module, floors)
         return cls(source, span, list(modules.values()), _rotary(source, outline, device))
 
     def forward(
@@ -67,7 +70,7 @@ class SpanModel:
         """
         plan = pool.begin(batch)
         try:
-            out = self._run(rows, batch, PackedStep(pool, plan, len(rows)))
+            out = self._run(rows, batch, PackedStep(pool, plan))
         except BaseException:
             pool.abort(plan)
             raise
@@ -78,22 +81,19 @@ class SpanModel:
         self, rows: torch.Tensor, batch: Sequence[BatchItem], step: PackedStep
     ) -> torch.Tensor:
         tables = [item.table for item in batch]
-        padding = max(0, self.min_rows - step.tokens)
-        hidden = pad(rows, (0, 0, 0, padding)) if padding else rows
-        positions = torch.from_numpy(np.concatenate([table.positions for table in tables]))
-        if padding:
-            positions = pad(positions, (0, padding))
+        parts = [table.positions for table in tables]
+        positions = torch.from_numpy(parts[0] if len(parts) == 1 else np.concatenate(parts))
         positions = positions.to(self.device)
+        hidden = rows.unsqueeze(0)  # [1, T, D]
         arguments: dict[str, Any] = {"packed_step": step}
         if self._arguments.positions is not None:
             arguments[self._arguments.positions] = positions.unsqueeze(0)
         if self._rotary is not None and self._arguments.rotary is not None:
             counts = [count for table in tables for count in table.counts]
             arguments[self._arguments.rotary] = self._rotary(hidden, positions, counts)
-        hidden = hidden.unsqueeze(0)  # [1, T, D]
         for forward in self._forwards:
             hidden = forward(hidden, attention_mask=None, **arguments)
-        return hidden[0, : step.tokens]
+        return hidden[0]
 
 
 def _rotary(source: ModelSource, outline: nn.Module, device: torch.device | str) -> Rotary | None:
@@ -103,8 +103,3 @@ def _rotary(source: ModelSource, outline: nn.Module, device: torch.device | str)
     # Its frequencies are no weights: a new one computes them from the config.
     module = type(outline.get_submodule(path))(config=source.config)
     return Rotary(module.to(device), source.config)
-
-
-def _min_rows(dtype: torch.dtype, device: torch.device) -> int:
-    """Float32 products of fewer than four rows round differently on CPU (DESIGN 13)."""
-    return 4 if dtype is torch.float32 and device.type == "cpu" else 1
