@@ -60,7 +60,9 @@ class Child:
         until = self._started + deadline_s
         while not self._ready_file.exists():
             if self._ended(_POLL_S):
-                raise SwarmError(f"{self.name} ended with code {self.process.returncode}:\n{self.tail()}")
+                raise SwarmError(
+                    f"{self.name} ended with code {self.process.returncode}:\n{self.tail()}"
+                )
             if time.monotonic() > until:
                 raise SwarmError(f"{self.name} was not ready in {deadline_s:.0f} s:\n{self.tail()}")
         took = time.monotonic() - self._started

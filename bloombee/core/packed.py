@@ -15,12 +15,15 @@ Slot and position differ only in trees: token i of a row lies in KV slot
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 Int64Array = NDArray[np.int64]
 

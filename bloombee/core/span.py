@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from bloombee.core.identifiers import PeerId
+if TYPE_CHECKING:
+    from bloombee.core.identifiers import PeerId
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -19,9 +21,7 @@ class Span:
 
     def __post_init__(self) -> None:
         if self.start < 0 or self.end <= self.start:
-            raise ValueError(
-                f"a span needs 0 <= start < end, got {self.start}:{self.end}"
-            )
+            raise ValueError(f"a span needs 0 <= start < end, got {self.start}:{self.end}")
 
     def __len__(self) -> int:
         return self.end - self.start
@@ -73,9 +73,7 @@ class Route:
             raise ValueError("a route needs at least one stage")
         for left, right in zip(self.stages, self.stages[1:], strict=False):
             if left.span.end != right.span.start:
-                raise ValueError(
-                    f"stages do not join: {left.span} is followed by {right.span}"
-                )
+                raise ValueError(f"stages do not join: {left.span} is followed by {right.span}")
 
     @property
     def span(self) -> Span:

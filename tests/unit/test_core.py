@@ -66,16 +66,29 @@ def test_broken_tables_are_refused(sequences, firsts, counts, parents):
 tables = st.lists(st.tuples(st.integers(0, 50), st.integers(1, 9)), min_size=1, max_size=6)
 
 
+def slots(table: PackedTable) -> list[tuple[int, int]]:
+    """Sequence and KV slot of every packed token."""
+    return [
+        (row.sequence, row.first_position + index)
+        for row in table.rows()
+        for index in range(row.count)
+    ]
+
+
 @given(rows=tables, data=st.data())
 def test_select_takes_exactly_the_tokens_asked_for(rows, data):
     table = PackedTable(
         tuple(range(len(rows))), tuple(f for f, _ in rows), tuple(c for _, c in rows)
     )
-    tokens = [(row.sequence, row.first_position + i) for row in table.rows() for i in range(row.count)]
+    tokens = [
+        (row.sequence, row.first_position + i) for row in table.rows() for i in range(row.count)
+    ]
     start = data.draw(st.integers(0, table.tokens - 1))
     stop = data.draw(st.integers(start + 1, table.tokens))
     part = table.select(start, stop)
-    chosen = [(row.sequence, row.first_position + i) for row in part.rows() for i in range(row.count)]
+    chosen = [
+        (row.sequence, row.first_position + i) for row in part.rows() for i in range(row.count)
+    ]
     assert chosen == tokens[start:stop]
 
 

@@ -1,0 +1,188 @@
+"""Tokens/s of a local swarm of three servers beside transformers' own `generate`.
+
+One torch thread a server and client; transformers once with one thread and once
+with two. Every model has its own process, all stay loaded, and runs are
+interleaved: local, swarm, local with two threads, then again. Prints medians and
+ratios within the run; greedy ids of all runs are compared.
+
+    python benchmarks/decode.py [--batch 1 8 32] [--dtype float32 bfloat16] [--rounds 5]
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from statistics import median
+from typing import Self
+
+import msgspec
+import psutil
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.worker import Answer, Job, Request
+from bloombee.cli.local_swarm import LocalSwarm, equal_spans
+
+BLOCKS = 30
+console = Console(width=140)
+
+
+class Worker:
+    """A model in a process of its own (see `benchmarks/worker.py`)."""
+
+    def __init__(self, job: Job) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=Path(__file__).resolve().parents[1],
+        )
+        if self.process.stdin is None or self.process.stdout is None:
+            raise RuntimeError("the worker's pipes were not made")
+        self._requests, self._answers = self.process.stdin, self.process.stdout
+        self._write(job)
+        line = self._read()
+        if line.strip() != "ready":
+            raise RuntimeError(f"worker did not load {job}: {line!r}")
+
+    def ask(self, request: Request) -> Answer:
+        """Run one request and wait for its answer."""
+        self._write(request)
+        return msgspec.json.decode(self._read(), type=Answer)
+
+    def _write(self, message: Job | Request) -> None:
+        self._requests.write(msgspec.json.encode(message).decode() + "\n")
+        self._requests.flush()
+
+    def _read(self) -> str:
+        line = self._answers.readline()
+        if not line:
+            raise RuntimeError(f"worker ended with code {self.process.wait()}")
+        return line
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._requests.close()
+        self.process.wait(timeout=30)
+
+
+def measure(dtype: str, options: argparse.Namespace) -> None:
+    """One dtype: start the swarm and the workers, run all batches, print the tables."""
+    flags = ("--dtype", dtype, "--threads", "1")
+    with ExitStack() as stack:
+        swarm = stack.enter_context(
+            LocalSwarm(options.model, equal_spans(BLOCKS, options.servers), server_flags=flags)
+        )
+        starts = ", ".join(f"{server.start_s:.1f}" for server in swarm.servers)
+        console.print(f"\n[bold]{dtype}[/]: servers ready after {starts} s")
+        workers = {
+            name: stack.enter_context(Worker(job))
+            for name, job in {
+                "local 1 thread": Job(options.model, dtype, 1),
+                "swarm": Job(options.model, dtype, 1, swarm.initial_peers),
+                "local 2 threads": Job(options.model, dtype, 2),
+            }.items()
+        }
+        table = Table("batch", "model", "tokens/s", "x local 1 thread", "first token s", "ms/step")
+        for batch in options.batch:
+            request = Request(batch, options.prompt, options.new)
+            answers = interleave(workers, request, options.rounds)
+            add_rows(table, batch, answers)
+            print_cost(batch, answers["swarm"], workers["swarm"].ask(replace_trace(request)))
+        console.print(table)
+        rss = [psutil.Process(s.pid).memory_info().rss / 2**20 for s in swarm.servers]
+        client = psutil.Process(workers["swarm"].process.pid).memory_info().rss / 2**20
+        console.print(f"RSS MiB: servers {', '.join(f'{x:.0f}' for x in rss)}; client {client:.0f}")
+
+
+def interleave(
+    workers: dict[str, Worker], request: Request, rounds: int
+) -> dict[str, list[Answer]]:
+    """One warm-up each, then `rounds` answers of every worker, taken in turn."""
+    for worker in workers.values():
+        worker.ask(msgspec.structs.replace(request, new_tokens=8))
+    answers: dict[str, list[Answer]] = {name: [] for name in workers}
+    for _ in range(rounds):
+        for name, worker in workers.items():
+            answers[name].append(worker.ask(request))
+    return answers
+
+
+def add_rows(table: Table, batch: int, answers: dict[str, list[Answer]]) -> None:
+    """Median rate, median of the paired ratios, first token, and step time."""
+    base = answers["local 1 thread"]
+    for name, runs in answers.items():
+        ratios = [
+            run.decode_tokens_per_s / ref.decode_tokens_per_s
+            for run, ref in zip(runs, base, strict=True)
+        ]
+        table.add_row(
+            str(batch),
+            name,
+            f"{median(r.decode_tokens_per_s for r in runs):.1f}",
+            f"{median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})",
+            f"{median(r.first_token_s for r in runs):.3f}",
+            f"{1000 * median(s for r in runs for s in r.step_s):.2f}",
+        )
+    agree = matching(base[0], answers["swarm"][0])
+    console.print(f"batch {batch}: {agree} greedy tokens equal to local")
+
+
+def matching(a: Answer, b: Answer) -> str:
+    """How many tokens agree before each row's first difference."""
+    total = same = 0
+    for left, right in zip(a.ids, b.ids, strict=True):
+        total += len(left)
+        same += next(
+            (i for i, (x, y) in enumerate(zip(left, right, strict=True)) if x != y), len(left)
+        )
+    return f"{same} of {total}"
+
+
+def replace_trace(request: Request) -> Request:
+    """The same request with per-stage times asked for."""
+    return msgspec.structs.replace(request, trace=True)
+
+
+def print_cost(batch: int, plain: list[Answer], traced: Answer) -> None:
+    """Bytes per token and our own time per hop, from one traced run."""
+    tokens = batch * len(traced.step_s)
+    sent, received = traced.bytes_sent / tokens, traced.bytes_received / tokens
+    step_us = 1e6 * median(s for run in plain for s in run.step_s)
+    parts = ", ".join(
+        f"{name} {value:.0f}"
+        for name, value in zip(
+            ("compute", "queue", "codec", "in handlers", "round trip"),
+            traced.stage_us,
+            strict=False,
+        )
+    )
+    console.print(
+        f"batch {batch}: client sends {sent:.0f} and receives {received:.0f} bytes a token; "
+        f"step {step_us:.0f} us; us per step summed over stages: {parts}"
+    )
+
+
+def main() -> None:
+    """Parse flags and measure each dtype."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--servers", type=int, default=3)
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"])
+    parser.add_argument("--prompt", type=int, default=128)
+    parser.add_argument("--new", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    for dtype in options.dtype:
+        measure(dtype, options)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""One model in one process, driven by JSON lines: `local` (transformers) or `swarm` (ours).
+
+Started by the other benchmarks, so that each model has its own process and its own
+number of torch threads. First line in: the job (see `Job`). Then one line a request
+(`Request`), each answered by one line (`Answer`). End of input ends the process.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+import msgspec
+import torch
+
+
+class Job(msgspec.Struct, frozen=True):
+    """What to load; `initial_peers` makes it a swarm client."""
+
+    model: str
+    dtype: str
+    threads: int
+    initial_peers: list[str] = []
+
+
+class Request(msgspec.Struct, frozen=True):
+    """Generate `new_tokens` greedily for `batch` random prompts of `prompt_tokens`."""
+
+    batch: int
+    prompt_tokens: int
+    new_tokens: int
+    trace: bool = False
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """Token times in seconds since the call; ids to compare runs with each other."""
+
+    first_token_s: float
+    decode_tokens_per_s: float
+    step_s: list[float]
+    ids: list[list[int]]
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    stage_us: list[float] = []
+
+
+class TokenClock:
+    """A stopping criterion that never stops, and notes when each token came."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def __call__(self, input_ids: torch.Tensor, _scores: Any, **_: Any) -> torch.Tensor:
+        self.times.append(time.perf_counter())
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool)
+
+
+def load(job: Job) -> Any:
+    """The model of the job, ready to generate."""
+    if job.initial_peers:
+        from bloombee import AutoDistributedModelForCausalLM
+
+        return AutoDistributedModelForCausalLM.from_pretrained(
+            job.model, initial_peers=job.initial_peers, dtype=job.dtype
+        )
+    from transformers import AutoModelForCausalLM
+
+    from bloombee.models import open_source
+
+    source = open_source(job.model)
+    where = {"gguf_file": source.path.name} if source.path.is_file() else {}
+    folder = source.path.parent if source.path.is_file() else source.path
+    dtype = getattr(torch, job.dtype)
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **where).eval()
+
+
+def prompts(batch: int, length: int, vocabulary: int) -> torch.Tensor:
+    """Distinct random prompts `[batch, length]`, the same in every process."""
+    generator = torch.Generator().manual_seed(batch * 1000 + length)
+    return torch.randint(100, vocabulary, (batch, length), generator=generator)
+
+
+def run(model: Any, request: Request) -> Answer:
+    """Generate once and report."""
+    from transformers import StoppingCriteriaList
+
+    ids = prompts(request.batch, request.prompt_tokens, model.config.vocab_size)
+    clock = TokenClock()
+    start = time.perf_counter()
+    with torch.inference_mode():
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=request.new_tokens,
+            min_new_tokens=request.new_tokens,
+            stopping_criteria=StoppingCriteriaList([clock]),
+        )
+    times = clock.times
+    spent = times[-1] - times[0]
+    return Answer(
+        first_token_s=times[0] - start,
+        decode_tokens_per_s=request.batch * (len(times) - 1) / spent,
+        step_s=[b - a for a, b in zip(times, times[1:], strict=False)],
+        ids=out[:, request.prompt_tokens :].tolist(),
+        **traffic(model),
+    )
+
+
+def traffic(model: Any) -> dict[str, Any]:
+    """Bytes and stage times of the last session, where the model has them."""
+    report = getattr(model, "last_traffic", None)
+    if report is None:
+        return {}
+    return {
+        "bytes_sent": report.bytes_sent,
+        "bytes_received": report.bytes_received,
+        "stage_us": list(report.stage_us),
+    }
+
+
+def main() -> None:
+    """Serve requests from standard input."""
+    job = msgspec.json.decode(sys.stdin.readline(), type=Job)
+    torch.set_num_threads(job.threads)
+    model = load(job)
+    print("ready", flush=True)
+    for line in sys.stdin:
+        answer = run(model, msgspec.json.decode(line, type=Request))
+        print(msgspec.json.encode(answer).decode(), flush=True)
+
+
+if __name__ == "__main__":
+    main()
