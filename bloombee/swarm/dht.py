@@ -10,6 +10,7 @@ this; a fork next to torch, gRPC and notebook threads is what we avoid.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from dataclasses import dataclass
@@ -22,7 +23,12 @@ from hivemind.dht.crypto import DHTRecord, RecordValidatorBase
 from hivemind.dht.node import DHTNode
 from hivemind.dht.routing import DHTID
 from hivemind.p2p import P2P, PeerID
-from hivemind.proto import dht_pb2
+from hivemind.p2p.p2p_daemon_bindings.utils import (
+    raise_if_failed,
+    read_pbmsg_safe,
+    write_pbmsg,
+)
+from hivemind.proto import dht_pb2, p2pd_pb2
 from hivemind.utils.logging import use_hivemind_log_handler
 from hivemind.utils.multiaddr import Multiaddr
 
@@ -38,7 +44,9 @@ if TYPE_CHECKING:
 
 P2PD = str(Path(hivemind.hivemind_cli.__file__).with_name("p2pd"))
 RPC_DEADLINE_S = 3.0
-_PingRequest: Any = dht_pb2.PingRequest  # pyright: ignore[reportAttributeAccessIssue] - generated
+# Generated modules, whose members no type checker sees.
+_dht: Any = dht_pb2
+_p2pd: Any = p2pd_pb2
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +91,9 @@ class OwnedValues(RecordValidatorBase):
 class Dht:
     """One DHT node. Create, use and close it in the same event loop."""
 
-    def __init__(self, p2p: P2P, node: DHTNode, *, client_mode: bool) -> None:
-        self.p2p = p2p
+    def __init__(self, p2p: P2P, node: DHTNode, control: Path, *, client_mode: bool) -> None:
+        self._p2p = p2p
+        self._control = control
         self._node = node
         self._client_mode = client_mode
 
@@ -105,7 +114,7 @@ class Dht:
             cache_nearest=0,
             cache_on_store=False,
         )
-        return cls(p2p, node, client_mode=client_mode)
+        return cls(p2p, node, daemon.control, client_mode=client_mode)
 
     @property
     def knows_peers(self) -> bool:
@@ -116,7 +125,7 @@ class Dht:
         """The multiaddresses under which others can dial this node; none for a client."""
         if self._client_mode:
             return ()
-        return tuple(str(address) for address in await self.p2p.get_visible_maddrs(latest=True))
+        return tuple(str(address) for address in await self._p2p.get_visible_maddrs(latest=True))
 
     async def greet(self, peer: PeerAddress) -> Greeting:
         """Dial `peer`, take it into the routing table, and compare clocks.
@@ -124,16 +133,28 @@ class Dht:
         Raises what hivemind raises when it can't be reached or doesn't answer.
         """
         peer_id = PeerID.from_base58(peer.peer)
-        # hivemind has no public way to dial an address.
-        client: Any = self.p2p._client  # pyright: ignore[reportPrivateUsage] - see above
-        await client.connect(peer_id, [Multiaddr(address) for address in peer.transports])
+        await self._dial(peer_id, peer.transports)
         protocol: Any = self._node.protocol
-        request = _PingRequest(peer=protocol.node_info, validate=not self._client_mode)
+        request = _dht.PingRequest(peer=protocol.node_info, validate=not self._client_mode)
         asked_at = time.time()
         reply = await protocol.get_stub(peer_id).rpc_ping(request, timeout=RPC_DEADLINE_S)
         skew_s = reply.dht_time - (asked_at + time.time()) / 2
         await protocol.update_routing_table(DHTID.from_bytes(reply.peer.node_id), peer_id)
         return Greeting(skew_s, sees_us=bool(reply.available) or self._client_mode)
+
+    async def _dial(self, peer_id: PeerID, addresses: Sequence[str]) -> None:
+        """hivemind's own call leaks its connection to the daemon when it is cancelled."""
+        packed = [Multiaddr(address).to_bytes() for address in addresses]
+        wanted = _p2pd.ConnectRequest(peer=peer_id.to_bytes(), addrs=packed)
+        reader, writer = await asyncio.open_unix_connection(self._control)
+        try:
+            request = _p2pd.Request(type=_p2pd.Request.CONNECT, connect=wanted)
+            await write_pbmsg(writer, request)
+            response = _p2pd.Response()
+            await read_pbmsg_safe(reader, response)
+        finally:
+            writer.close()
+        raise_if_failed(response)
 
     async def find_neighbours(self) -> None:
         """Fill the routing table from the peers that are in it."""
@@ -167,7 +188,7 @@ class Dht:
     async def close(self) -> None:
         """Stop answering; the daemon is stopped by whoever started it."""
         await self._node.shutdown()
-        await self.p2p.shutdown()
+        await self._p2p.shutdown()
 
 
 def _values(entry: Any) -> tuple[StoredValue, ...]:

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 _MAX_MODELS = 64
 """Models looked up for an overview; the most announced come first."""
 _CLOSE_STEP_S = 1.0
+_MAX_DOUBLINGS = 10
 _log = logging.getLogger(__name__)
 
 
@@ -127,19 +128,24 @@ class Membership:
         return self._error
 
     async def _tend(self) -> None:
-        wait_s = self._options.refresh_s
+        every_s = self._options.refresh_s
+        failures = 0
         while True:
-            await asyncio.sleep(wait_s)
+            await asyncio.sleep(min(every_s, 2.0**failures) if failures else every_s)
             try:
                 async with asyncio.timeout(self._options.call_deadline_s):
                     await self._rejoin_if_alone()
                     await self._publisher.refresh()
-                wait_s = self._options.refresh_s
             except (SwarmError, TimeoutError) as error:
-                failed_before = wait_s < self._options.refresh_s
-                wait_s = min(self._options.refresh_s, 2 * wait_s if failed_before else 1.0)
+                # One warning for an outage, however long.
+                level = logging.DEBUG if failures else logging.WARNING
+                failures = min(failures + 1, _MAX_DOUBLINGS)
                 why = str(error) or "no answer in time"
-                _log.warning("lost touch with the swarm (%s); next try in %.0f s", why, wait_s)
+                _log.log(level, "lost touch with the swarm, trying again: %s", why)
+            else:
+                if failures:
+                    _log.warning("in touch with the swarm again")
+                failures = 0
 
     async def _rejoin_if_alone(self) -> None:
         if not self._dht.knows_peers:
@@ -240,9 +246,10 @@ def _claim(path: Path) -> int:
 def _daemon_options(options: NodeOptions, identity: Identity) -> DaemonOptions:
     port, listen, announce = options.port, None, None
     if not options.client_mode:
-        if options.announce is not None and not port:
-            port = _free_port(options.host)
         listen = listen_multiaddress(options.host, port)
+        if port or options.announce is not None:
+            port = _claim_port(options.host, port)
+            listen = listen_multiaddress(options.host, port)
         if options.announce is not None:
             announce = announced_multiaddress(options.announce, port)
     loopback = options.host in ("localhost", "::1") or options.host.startswith("127.")
@@ -255,9 +262,21 @@ def _daemon_options(options: NodeOptions, identity: Identity) -> DaemonOptions:
     )
 
 
-def _free_port(host: str) -> int:
-    """The port must be known before the daemon starts when it is announced."""
+def _claim_port(host: str, port: int) -> int:
+    """A port that is free now: `port`, or any when it is 0.
+
+    The daemon would share a taken port with whoever listens there (libp2p sets
+    SO_REUSEPORT), and each would get half of the other's connections. Raises
+    SettingsError when it is taken or can't be bound.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.bind((host, 0))
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # ignore TIME_WAIT
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise SettingsError(
+                f"can't listen on {host} port {port}: {error.strerror}; "
+                "take another host or DHT port (0 is a free one)"
+            ) from error
         return int(probe.getsockname()[1])
