@@ -17,10 +17,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
+import torch
 
 from bloombee import compression
 from bloombee.core import SessionId, Span
 from bloombee.errors import TransportError
+from bloombee.kv import make_pool
+from bloombee.models import SpanModel
 from bloombee.protocol.failures import to_error
 from bloombee.protocol.messages import (
     AnyMessage,
@@ -46,9 +49,8 @@ from tests.counting_pool import SPAN, WIDTH, AddingModel, CountingPool
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping, Sequence
 
-    import torch
-
     from bloombee.kv.interface import KVPool
+    from bloombee.models import ModelSource
     from bloombee.server.work import Model
 
 M = TypeVar("M", bound=Message)
@@ -73,6 +75,27 @@ def counting_stage(kv_tokens: int = 1000, **changes: Any) -> StageSetup:
     """A stage that adds one for each block of 0:4 and keeps lengths only."""
     offer = Offer(fingerprint=FINGERPRINT, span=SPAN, hidden_size=WIDTH, max_length=500)
     return StageSetup(model=AddingModel(), pool=CountingPool(kv_tokens), offer=offer, **changes)
+
+
+def stage_of(
+    source: ModelSource,
+    span: Span,
+    *,
+    dtype: torch.dtype = torch.float32,
+    kv_tokens: int = 4096,
+    **changes: Any,
+) -> StageSetup:
+    """A stage that serves `span` of a real (tiny) model."""
+    offer = Offer(
+        fingerprint=source.fingerprint,
+        span=span,
+        hidden_size=source.hidden_size,
+        max_length=source.max_length,
+    )
+    model = SpanModel.load(source, span, dtype=dtype, device="cpu", progress=False)
+    shape = source.kv_shape(span, dtype, "cpu")
+    pool = make_pool(shape, kv_tokens, max_length=source.max_length)
+    return StageSetup(model=model, pool=pool, offer=offer, **changes)
 
 
 class Swarm:
@@ -238,14 +261,23 @@ class RawSession:
 
     async def answer(self) -> tuple[Output, torch.Tensor]:
         """The next Output of the last stage, and its rows; raises the error of a Failed."""
-        received = await _receive(self.links[-1])
-        output, body = received
+        output, body = await self._first_word()
         if isinstance(output, Failed):
             raise to_error(output)
         assert isinstance(output, Output), output
         payload = output.payload
         rows = compression.decode(body, payload.codec, payload.dtype, payload.rows, payload.width)
         return output, rows
+
+    async def _first_word(self) -> tuple[AnyMessage, memoryview]:
+        """What the first stage that says anything says; a Failed before an Output."""
+        async with asyncio.TaskGroup() as group:
+            waiting = [group.create_task(_receive(link)) for link in self.links]
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in waiting:
+                task.cancel()
+        said = [task.result() for task in waiting if not task.cancelled()]
+        return next((word for word in said if isinstance(word[0], Failed)), said[-1])
 
     async def close(self) -> None:
         """Close the session on every stage."""
