@@ -23,10 +23,10 @@ class ClientSettings(Settings):
         default=2.0, description="for servers to confirm that a session is closed"
     )
     steps_in_flight: int = Field(
-        8, ge=1, description="steps of a long prompt sent before the first is answered"
+        default=8, ge=1, description="steps of a long prompt sent before the first is answered"
     )
     prefill_tokens: int = Field(
-        256,
+        default=256,
         ge=1,
         description="least tokens a step of a prompt carries when it is split for overlap",
     )

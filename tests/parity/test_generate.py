@@ -1,0 +1,451 @@
+"""`generate` and `forward` over stages in memory give what transformers gives on its own."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria
+from transformers.generation import StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
+
+from bloombee.core import Span
+from bloombee.models import open_source
+from tests.client_swarm import ClientSwarm
+from tests.tiny import BLOCKS, FAMILIES, VOCABULARY, reference, tiny_model
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from transformers import PreTrainedModel
+
+    from bloombee.client import DistributedModelForCausalLM
+
+STAGES = {1: ["0:5"], 2: ["0:3", "3:5"], 4: ["0:1", "1:2", "2:4", "4:5"]}
+FIRST_ID = 3
+"""0, 1 and 2 are padding, start and end."""
+
+
+def prompt(batch: int, columns: int, seed: int = 0) -> torch.Tensor:
+    numbers = torch.Generator().manual_seed(seed)
+    return torch.randint(FIRST_ID, VOCABULARY, (batch, columns), generator=numbers)
+
+
+def mixed(lengths: list[int], side: str, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids and mask of rows of these lengths, padded to the longest on one side."""
+    columns = max(lengths)
+    ids, mask = torch.zeros(len(lengths), columns, dtype=torch.long), []
+    for row, length in enumerate(lengths):
+        start = columns - length if side == "left" else 0
+        ids[row, start : start + length] = prompt(1, length, seed + row)[0]
+        mask.append([start <= column < start + length for column in range(columns)])
+    return ids, torch.tensor(mask).long()
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    path = tiny_model(request.param, tmp_path_factory.mktemp("models"))
+    return reference(path), open_source(str(path))
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, ClientSwarm]]:
+    path = tiny_model("llama", tmp_path_factory.mktemp("llama"))
+    spans = [Span.parse(text) for text in STAGES[2]]
+    with ClientSwarm(open_source(str(path)), spans) as swarm:
+        yield reference(path), swarm
+
+
+@pytest.fixture
+def local(llama: tuple[PreTrainedModel, ClientSwarm]) -> PreTrainedModel:
+    return llama[0]
+
+
+@pytest.fixture
+def swarm(llama: tuple[PreTrainedModel, ClientSwarm]) -> Iterator[ClientSwarm]:
+    swarm = llama[1]
+    free = swarm.free_tokens()
+    yield swarm
+    assert swarm.free_tokens() == free, "a test left KV on the servers"
+
+
+@pytest.fixture
+def remote(swarm: ClientSwarm) -> DistributedModelForCausalLM:
+    return swarm.model()
+
+
+# Every family, every cut -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stages", STAGES)
+def test_every_family_over_every_cut(family: Any, stages: int) -> None:
+    local, source = family
+    with ClientSwarm(source, [Span.parse(text) for text in STAGES[stages]]) as swarm:
+        remote = swarm.model()
+        ids, mask = mixed([9, 1, 24, 5, 17, 2, 13], "left")
+        with torch.no_grad():
+            expected = local(ids, attention_mask=mask, position_ids=counted(mask)).logits
+        logits = remote(ids, attention_mask=mask).logits
+        assert (logits - expected)[mask.bool()].abs().max() < 1e-4
+        same_tokens(local, remote, ids, attention_mask=mask, max_new_tokens=12)
+        same_tokens(local, remote, prompt(1, 1), max_new_tokens=20)
+        same_tokens(local, remote, prompt(2, 30), max_new_tokens=8, num_beams=3)
+        assert remote.route is not None
+        assert [str(stage.span) for stage in remote.route.stages] == STAGES[stages]
+
+
+def counted(mask: torch.Tensor) -> torch.Tensor:
+    return (mask.cumsum(1) - 1).clamp(min=0)
+
+
+def same_tokens(local: Any, remote: Any, ids: torch.Tensor, **arguments: Any) -> torch.Tensor:
+    arguments = {"do_sample": False, "pad_token_id": 0, **arguments}
+    expected = local.generate(ids, **arguments)
+    found = remote.generate(ids, **arguments)
+    assert found.tolist() == expected.tolist()
+    return found
+
+
+# Shapes of batches ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("batch", "columns"), [(1, 1), (1, 600), (7, 40), (32, 16)])
+def test_greedy(local: Any, remote: Any, batch: int, columns: int) -> None:
+    same_tokens(local, remote, prompt(batch, columns), max_new_tokens=10)
+
+
+def test_a_long_prompt_in_many_steps_gives_the_logits_of_one(local: Any, remote: Any) -> None:
+    ids = prompt(1, 1500)
+    with torch.no_grad():
+        expected = local(ids).logits
+    assert (remote(ids).logits - expected).abs().max() < 1e-4
+    same_tokens(local, remote, ids, max_new_tokens=6)
+
+
+def test_right_padded_rows_equal_their_own_unpadded_runs(local: Any, remote: Any) -> None:
+    lengths = [9, 1, 24, 5, 17, 2, 13]
+    ids, mask = mixed(lengths, "right")
+    found = remote.generate(
+        ids, attention_mask=mask, max_new_tokens=12, do_sample=False, eos_token_id=None
+    )
+    for row, length in enumerate(lengths):
+        alone = local.generate(
+            ids[row : row + 1, :length], max_new_tokens=12, do_sample=False, eos_token_id=None
+        )
+        assert found[row, ids.shape[1] :].tolist() == alone[0, length:].tolist()
+        assert found[row, :length].tolist() == ids[row, :length].tolist()
+
+
+def test_right_padding_is_not_warned_of(remote: Any, caplog: pytest.LogCaptureFixture) -> None:
+    ids, mask = mixed([3, 5], "right")
+    remote.generate(ids, attention_mask=mask, max_new_tokens=2, do_sample=False, pad_token_id=0)
+    assert "right-padding" not in caplog.text
+
+
+def test_a_mask_with_holes(local: Any, remote: Any) -> None:
+    ids = prompt(3, 20)
+    mask = torch.ones_like(ids)
+    mask[0, 4:9] = 0
+    mask[1, 0:3] = 0
+    mask[1, 15] = 0
+    same_tokens(local, remote, ids, attention_mask=mask, max_new_tokens=10)
+
+
+def test_padding_without_a_mask_is_found_as_transformers_finds_it(local: Any, remote: Any) -> None:
+    ids, _ = mixed([4, 9], "left")
+    same_tokens(local, remote, ids, max_new_tokens=8)
+
+
+def test_transformers_own_chunks_with_padding(local: Any, remote: Any) -> None:
+    """Its chunks leave rows without any token in a step, at either end."""
+    for side in ("left", "right"):
+        ids, mask = mixed([3, 20, 11], side)
+        arguments = {"attention_mask": mask, "max_new_tokens": 8, "do_sample": False}
+        whole = remote.generate(ids, **arguments, pad_token_id=0)
+        chunked = remote.generate(ids, **arguments, pad_token_id=0, prefill_chunk_size=4)
+        assert whole.tolist() == chunked.tolist()
+
+
+# Ways to choose tokens -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arguments", [{}, {"top_k": 5}, {"temperature": 0.7, "top_p": 0.8}])
+def test_a_seed_draws_what_local_draws(local: Any, remote: Any, arguments: dict[str, Any]) -> None:
+    ids = prompt(3, 6)
+    torch.manual_seed(11)
+    expected = local.generate(ids, do_sample=True, max_new_tokens=15, **arguments)
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    found = remote.generate(ids, do_sample=True, max_new_tokens=15, seed=11, **arguments)
+    assert found.tolist() == expected.tolist()
+    assert torch.equal(torch.get_rng_state(), before), "the global generator was touched"
+
+
+def test_sampling_without_a_seed_follows_the_global_generator(local: Any, remote: Any) -> None:
+    ids = prompt(2, 6)
+    torch.manual_seed(3)
+    expected = local.generate(ids, do_sample=True, max_new_tokens=15)
+    torch.manual_seed(3)
+    assert remote.generate(ids, do_sample=True, max_new_tokens=15).tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"num_beams": 3, "num_return_sequences": 3},
+        {"num_beams": 4, "length_penalty": 2.0, "early_stopping": True},
+        {"repetition_penalty": 1.7},
+        {"no_repeat_ngram_size": 2, "min_new_tokens": 6},
+        {"bad_words_ids": [[5], [17]]},
+        {"prompt_lookup_num_tokens": 4},
+        {"use_cache": False},
+    ],
+    ids=lambda arguments: next(iter(arguments)),
+)
+def test_the_ways_of_generate(local: Any, remote: Any, arguments: dict[str, Any]) -> None:
+    batch = 1 if "prompt_lookup_num_tokens" in arguments else 2
+    same_tokens(local, remote, prompt(batch, 12), max_new_tokens=12, **arguments)
+
+
+def test_beams_of_padded_rows(local: Any, remote: Any) -> None:
+    ids, mask = mixed([4, 11, 7], "left")
+    same_tokens(local, remote, ids, attention_mask=mask, max_new_tokens=9, num_beams=3)
+
+
+def test_beams_that_are_sampled(local: Any, remote: Any) -> None:
+    torch.manual_seed(2)
+    expected = local.generate(prompt(2, 5), num_beams=3, do_sample=True, max_new_tokens=8)
+    found = remote.generate(prompt(2, 5), num_beams=3, do_sample=True, max_new_tokens=8, seed=2)
+    assert found.tolist() == expected.tolist()
+
+
+def test_several_sampled_answers_to_one_prompt(local: Any, remote: Any) -> None:
+    arguments: dict[str, Any] = {"do_sample": True, "num_return_sequences": 4}
+    torch.manual_seed(9)
+    expected = local.generate(prompt(2, 5), max_new_tokens=8, **arguments)
+    found = remote.generate(prompt(2, 5), max_new_tokens=8, seed=9, **arguments)
+    assert found.tolist() == expected.tolist()
+
+
+def test_a_shared_prompt_is_computed_once(swarm: ClientSwarm, remote: Any) -> None:
+    """Ten answers to one prompt of 300 tokens send it once, not ten times."""
+
+    def sent(answers: int) -> int:
+        made = remote.generate(
+            prompt(1, 300),
+            do_sample=True,
+            num_return_sequences=answers,
+            max_new_tokens=2,
+            seed=0,
+            return_dict_in_generate=True,
+        )
+        session = made.cache.batch.session
+        made.cache.close()
+        return session.bytes_sent
+
+    one, ten = sent(1), sent(10)
+    row_bytes = 4 * swarm.source.hidden_size
+    assert one > 300 * row_bytes
+    assert ten - one < 10 * row_bytes + 2000
+
+
+def test_an_assistant_model(local: Any, remote: Any) -> None:
+    ids = prompt(1, 10)
+    expected = local.generate(ids, do_sample=False, max_new_tokens=12)
+    found = remote.generate(ids, do_sample=False, max_new_tokens=12, assistant_model=local)
+    assert found.tolist() == expected.tolist()
+
+
+def test_own_processors_criteria_and_streamers(local: Any, remote: Any) -> None:
+    class Shift(LogitsProcessor):
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            return scores + (torch.arange(scores.shape[1]) % 7 == input_ids.shape[1] % 7) * 3.0
+
+    class After(StoppingCriteria):
+        def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+            return torch.full((input_ids.shape[0],), input_ids.shape[1] >= 14)
+
+    class Collect(BaseStreamer):
+        def __init__(self) -> None:
+            self.tokens: list[int] = []
+
+        def put(self, value: torch.Tensor) -> None:
+            self.tokens += value.flatten().tolist()
+
+        def end(self) -> None:
+            self.tokens.append(-1)
+
+    streamer = Collect()
+    arguments: dict[str, Any] = {
+        "logits_processor": LogitsProcessorList([Shift()]),
+        "stopping_criteria": StoppingCriteriaList([After()]),
+    }
+    found = same_tokens(local, remote, prompt(1, 6), max_new_tokens=30, **arguments)
+    assert found.shape[1] == 14
+    remote.generate(
+        prompt(1, 6), max_new_tokens=30, do_sample=False, streamer=streamer, **arguments
+    )
+    assert streamer.tokens == [*found[0].tolist(), -1]
+
+
+def test_scores_logits_and_hidden_states(local: Any, remote: Any) -> None:
+    arguments: dict[str, Any] = {
+        "return_dict_in_generate": True,
+        "output_scores": True,
+        "output_logits": True,
+        "output_hidden_states": True,
+        "do_sample": False,
+        "max_new_tokens": 4,
+    }
+    expected = local.generate(prompt(2, 6), **arguments)
+    found = remote.generate(prompt(2, 6), **arguments)
+    for name in ("scores", "logits"):
+        pairs = zip(getattr(found, name), getattr(expected, name), strict=True)
+        assert all((a - b).abs().max() < 1e-4 for a, b in pairs)
+    pairs = zip(found.hidden_states, expected.hidden_states, strict=True)
+    assert all((a[-1] - b[-1]).abs().max() < 1e-4 for a, b in pairs)
+    found.cache.close()
+
+
+# Several turns ---------------------------------------------------------------------------
+
+
+def test_a_returned_cache_is_continued(local: Any, remote: Any) -> None:
+    ids = prompt(2, 6)
+    arguments: dict[str, Any] = {"do_sample": False, "eos_token_id": None}
+    first = remote.generate(ids, max_new_tokens=5, return_dict_in_generate=True, **arguments)
+    assert first.cache.get_seq_length() == 10
+    longer = torch.cat((first.sequences, prompt(2, 3, seed=8)), dim=1)
+    second = remote.generate(longer, cache=first.cache, max_new_tokens=30, **arguments)
+    expected = local.generate(longer, max_new_tokens=30, **arguments)
+    assert second.tolist() == expected.tolist()
+    first.cache.close()
+
+
+def test_turns_of_a_session_send_only_what_is_new(
+    local: Any, remote: Any, swarm: ClientSwarm
+) -> None:
+    row_bytes = 4 * swarm.source.hidden_size
+    text = prompt(1, 200)
+    with remote.inference_session(max_length=400) as session:
+        for turn in range(3):
+            before = session.cache.batch.session.bytes_sent if turn else 0
+            expected = local.generate(text, max_new_tokens=6, do_sample=False, eos_token_id=None)
+            found = remote.generate(text, max_new_tokens=6, do_sample=False, eos_token_id=None)
+            assert found.tolist() == expected.tolist()
+            assert session.position == found.shape[1] - 1
+            sent = session.cache.batch.session.bytes_sent - before
+            fresh = text.shape[1] + 5 if not turn else 15 + 6
+            assert fresh * row_bytes <= sent < fresh * row_bytes + 400 * 8
+            text = torch.cat((found, prompt(1, 15, seed=turn)), dim=1)
+        assert session.route is not None
+        assert session.max_length == 400
+
+
+def test_a_session_goes_back(local: Any, remote: Any) -> None:
+    text = prompt(1, 20)
+    with remote.inference_session(max_length=64) as session:
+        remote.generate(text, max_new_tokens=10, do_sample=False, eos_token_id=None)
+        session.position = 12
+        other = torch.cat((text[:, :12], prompt(1, 5, seed=4)), dim=1)
+        same_tokens(local, remote, other, max_new_tokens=8, eos_token_id=None)
+        changed = other.clone()
+        changed[0, 5] = 7  # earlier than what is held: found without being told
+        same_tokens(local, remote, changed, max_new_tokens=8, eos_token_id=None)
+
+
+def test_forward_in_a_session_goes_on_from_its_position(local: Any, remote: Any) -> None:
+    ids = prompt(2, 30)
+    with torch.no_grad():
+        expected = local(ids).logits
+    with remote.inference_session(max_length=64, batch_size=2) as session:
+        cuts = (0, 11, 12, 13, 25, 30)
+        for start, stop in itertools.pairwise(cuts):
+            logits = remote(ids[:, start:stop]).logits
+            assert (logits - expected[:, start:stop]).abs().max() < 1e-4
+        session.position = 12
+        assert (remote(ids[:, 12:]).logits - expected[:, 12:]).abs().max() < 1e-4
+
+
+def test_a_padded_session_goes_on(local: Any, remote: Any) -> None:
+    ids, mask = mixed([4, 9], "left")
+    with remote.inference_session(max_length=64, batch_size=2):
+        first = remote.generate(
+            ids, attention_mask=mask, max_new_tokens=5, do_sample=False, eos_token_id=None
+        )
+        longer = torch.cat((first, prompt(2, 3, seed=2)), dim=1)
+        mask = torch.cat((mask, torch.ones(2, 8, dtype=torch.long)), dim=1)
+        same_tokens(local, remote, longer, attention_mask=mask, max_new_tokens=5, eos_token_id=None)
+
+
+# forward ----------------------------------------------------------------------------------
+
+
+def test_forward_returns_logits_states_and_loss(local: Any, remote: Any) -> None:
+    ids = prompt(2, 9)
+    with torch.no_grad():
+        expected = local(ids, labels=ids, output_hidden_states=True)
+    found = remote(ids, labels=ids, output_hidden_states=True)
+    assert (found.logits - expected.logits).abs().max() < 1e-4
+    assert (found.hidden_states[-1] - expected.hidden_states[-1]).abs().max() < 1e-4
+    assert abs(float(found.loss) - float(expected.loss)) < 1e-4
+    assert found.cache is None
+
+
+@pytest.mark.parametrize("keep", [1, 4, 0, torch.tensor([0, 5])], ids=["1", "4", "all", "these"])
+def test_forward_keeps_the_logits_asked_for(local: Any, remote: Any, keep: Any) -> None:
+    ids = prompt(2, 9)
+    with torch.no_grad():
+        expected = local(ids, logits_to_keep=keep).logits
+    found = remote(ids, logits_to_keep=keep).logits
+    assert found.shape == expected.shape
+    assert (found - expected).abs().max() < 1e-4
+
+
+def test_forward_of_embeddings_and_as_a_tuple(local: Any, remote: Any) -> None:
+    ids = prompt(2, 9)
+    embeds = local.get_input_embeddings()(ids).detach()
+    with torch.no_grad():
+        expected = local(inputs_embeds=embeds).logits
+    (found,) = remote(inputs_embeds=embeds, return_dict=False)
+    assert (found - expected).abs().max() < 1e-4
+
+
+def test_generate_from_embeddings(local: Any, remote: Any) -> None:
+    embeds = local.get_input_embeddings()(prompt(1, 9)).detach()
+    expected = local.generate(inputs_embeds=embeds, max_new_tokens=6, do_sample=False)
+    found = remote.generate(inputs_embeds=embeds, max_new_tokens=6, do_sample=False)
+    assert found.tolist() == expected.tolist()
+
+
+# Company -------------------------------------------------------------------------------------
+
+
+def test_three_clients_at_once_each_get_their_own_answer(local: Any, swarm: ClientSwarm) -> None:
+    found: dict[int, list[list[int]]] = {}
+
+    def ask(client: int) -> None:
+        model = swarm.model()
+        for turn in range(3):
+            ids = prompt(1 + client, 5 + 9 * turn, seed=client)
+            made = model.generate(ids, do_sample=True, seed=client, max_new_tokens=12)
+            found.setdefault(client, []).append(made.flatten().tolist())
+
+    threads = [threading.Thread(target=ask, args=(client,)) for client in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    for client in range(3):
+        for turn in range(3):
+            torch.manual_seed(client)
+            ids = prompt(1 + client, 5 + 9 * turn, seed=client)
+            expected = local.generate(ids, do_sample=True, max_new_tokens=12)
+            assert found[client][turn] == expected.flatten().tolist()
+
+
+def test_the_tiny_models_are_cut_as_named() -> None:
+    assert all(spans[-1].endswith(f":{BLOCKS}") for spans in STAGES.values())
