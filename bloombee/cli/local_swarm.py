@@ -145,7 +145,7 @@ class LocalSwarm:
     def _start(self, folder: Path) -> None:
         self._report("starting the DHT")
         local = ("--host", "127.0.0.1")
-        dht = Child("dht", "bloombee.cli.dht", local, folder)
+        dht = Child("dht", "bloombee.cli.dht", (*local, "--dht-port", "0"), folder)
         self.children.append(dht)
         self.dht = dht.wait_ready(self._deadline_s)
         for index, span in enumerate(self.spans):

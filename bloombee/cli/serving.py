@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     LoopFactory = Callable[[], asyncio.AbstractEventLoop]
 
 FAILED = 1
+MIN_KEY_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,27 @@ def write_ready_file(path: Path, report: ReadyReport) -> None:
         raise SettingsError(
             f"--ready-file: can't write {path}: {error.strerror}; give a path in a folder you own"
         ) from error
+
+
+def read_swarm_key(path: Path | None) -> bytes | None:
+    """The key of a private swarm from its file, without the line's end; None without a file.
+
+    Raises SettingsError when the file can't be read or holds fewer than 16 bytes.
+    """
+    if path is None:
+        return None
+    try:
+        key = path.read_bytes().strip()
+    except OSError as error:
+        raise SettingsError(
+            f"--swarm-key: can't read {path}: {error.strerror}; give the file all members share"
+        ) from error
+    if len(key) < MIN_KEY_BYTES:
+        raise SettingsError(
+            f"--swarm-key: {path} holds {len(key)} bytes, too few for a secret; "
+            f"make one with: openssl rand -hex 32 > {path}"
+        )
+    return key
 
 
 def run_until_stopped(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from bloombee.cli.serving import run_until_stopped
+from bloombee.cli.serving import read_swarm_key, run_until_stopped
 from bloombee.config.flags import parse
 from bloombee.config.settings import StatusSettings
 from bloombee.errors import ModelError, SettingsError
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 PROG = "bloombee-status"
 _ASK_DEADLINE_S = 3.0
+_WIDTH_IN_PIPES = 160
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,7 +49,8 @@ async def show(settings: StatusSettings) -> None:
     else:
         from bloombee.cli.status_report import render
 
-        Console().print(render(status))
+        width = None if sys.stdout.isatty() else _WIDTH_IN_PIPES
+        Console(width=width).print(render(status))
 
 
 async def _look(settings: StatusSettings) -> SwarmStatus:
@@ -58,15 +60,15 @@ async def _look(settings: StatusSettings) -> SwarmStatus:
     from bloombee.swarm.describe import describe_all
     from bloombee.swarm.identity import Identity
     from bloombee.swarm.node import NodeOptions, SwarmNode
-    from bloombee.transport.grpc import GrpcDialer
+    from bloombee.transport.direct import DirectDialer
 
     identity = Identity.load_or_create(None)
     options = NodeOptions(initial_peers=settings.initial_peers, client_mode=True)
     node = await SwarmNode.start(options, identity)
-    dialer = GrpcDialer()
+    dialer = DirectDialer()
     try:
         snapshot = _narrow(await node.snapshot(), settings.model)
-        connection = ConnectionSettings(deadline_s=_ASK_DEADLINE_S)
+        connection = ConnectionSettings(read_swarm_key(settings.swarm_key), _ASK_DEADLINE_S)
         answers = await describe_all(snapshot.records, dialer, identity, connection)
         return report(snapshot, answers, node.clock_skew_s)
     finally:

@@ -77,7 +77,11 @@ def report(
     """Put together what the DHT and the servers themselves said."""
     models = tuple(_model(entry, snapshot, answers) for entry in snapshot.models)
     # Times in records are the swarm's; ours may be off by the measured skew.
-    warnings = _clock_warnings(snapshot, clock_skew_s) + _version_warnings(snapshot)
+    warnings = (
+        *_clock_warnings(snapshot, clock_skew_s),
+        *_version_warnings(snapshot),
+        *_silence_warnings(snapshot, answers),
+    )
     return SwarmStatus(models, warnings)
 
 
@@ -139,6 +143,14 @@ def _version_warnings(snapshot: SwarmSnapshot) -> tuple[str, ...]:
     return (f"servers run different versions: {', '.join(versions)}",)
 
 
+def _silence_warnings(snapshot: SwarmSnapshot, answers: Mapping[PeerId, Answer]) -> tuple[str, ...]:
+    return tuple(
+        f"{record.peer[-8:]} ({_address(record)}) can't be asked: {answer}"
+        for record in snapshot.records
+        if isinstance(answer := answers.get(record.peer), Exception)
+    )
+
+
 def _address(record: ServerRecord) -> str:
     return record.addresses[0] if record.addresses else "no address"
 
@@ -188,8 +200,8 @@ def _table(model: ModelStatus) -> Table:
         table.add_column(name)
     for name in ("KV tokens free/all", "sessions", "tokens/s"):
         table.add_column(name, justify="right")
-    for name in ("version", "address", "note"):
-        table.add_column(name)
+    table.add_column("version")
+    table.add_column("address", overflow="fold")
     for server in model.servers:
         free = "?" if server.free_tokens is None else f"{server.free_tokens:,}"
         table.add_row(
@@ -202,6 +214,5 @@ def _table(model: ModelStatus) -> Table:
             f"{server.throughput_tokens_per_s:.1f}",
             server.version,
             server.address,
-            Text(server.problem or "", style="yellow"),
         )
     return table

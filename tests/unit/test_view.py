@@ -127,10 +127,11 @@ def test_status_names_what_is_missing_and_who_is_off() -> None:
     assert by_peer["a"].free_tokens == 42 and by_peer["a"].sessions == 3
     assert by_peer["b"].free_tokens is None and by_peer["b"].problem == "refused; try again"
     assert by_peer["c"].state == "joining"
-    silent, ahead, versions = status.warnings
+    silent, ahead, versions, unasked = status.warnings
     assert "bbbbbbbb" in ahead and "7.0 s ahead" in ahead
     assert "dddddddd" in silent and "25 s ago" in silent
     assert "1, 2" in versions
+    assert "bbbbbbbb" in unasked and "refused; try again" in unasked
 
 
 def test_our_own_skew_is_no_one_elses_fault() -> None:
