@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from bloombee.errors import RequestError
-from bloombee.transport.interface import KEEP_ALIVE, Buffer
+from bloombee.transport.interface import END, KEEP_ALIVE, Buffer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -15,7 +15,7 @@ def join(parts: Sequence[Buffer], max_frame_bytes: int) -> bytes:
     """One frame of `parts`; a single `bytes` is not copied.
 
     Raises RequestError when it is over `max_frame_bytes` (before it is joined) or
-    is the transport's own keep-alive.
+    is one of the transport's own.
     """
     size = sum(part.nbytes if isinstance(part, memoryview) else len(part) for part in parts)
     if size > max_frame_bytes:
@@ -24,6 +24,6 @@ def join(parts: Sequence[Buffer], max_frame_bytes: int) -> bytes:
         )
     only = parts[0] if len(parts) == 1 else None
     frame = only if isinstance(only, bytes) else b"".join(parts)
-    if frame == KEEP_ALIVE:
-        raise RequestError("a frame of one zero byte is the transport's own keep-alive")
+    if frame in (KEEP_ALIVE, END):
+        raise RequestError("frames of one or two zero bytes are the transport's own")
     return frame

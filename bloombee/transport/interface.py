@@ -3,8 +3,9 @@
 Implementations: `direct` (gRPC, TLS) and `memory` (tests: seeded faults). Both
 keep this contract to the letter, and one test suite runs over both.
 
-A frame of exactly one zero byte is the transport's own: it keeps a connection's
-congestion window open, and no `receive` ever returns it.
+Frames of one zero byte (keep-alive: it holds a connection's congestion window
+open) and of two (end of stream) are the transport's own: `send` refuses them and no
+`receive` returns them.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Protocol
 Buffer = bytes | bytearray | memoryview
 
 KEEP_ALIVE = b"\x00"
+END = b"\x00\x00"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +62,7 @@ class Stream(Protocol):
 
         `parts` may be changed as soon as it returns. Raises TransportError when
         the stream is broken or either side has closed it, RequestError when the
-        frame is over our limit or is the transport's own keep-alive.
+        frame is over our limit or is one of the transport's own.
         """
         ...
 

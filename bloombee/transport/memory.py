@@ -11,16 +11,15 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import logging
 from typing import TYPE_CHECKING
 
 from bloombee.errors import (
     AuthError,
-    BloomBeeError,
     DeadlineExceeded,
     SettingsError,
     TransportError,
 )
+from bloombee.transport import serving
 from bloombee.transport.interface import Endpoint, StreamHandler, TransportLimits
 from bloombee.transport.links import Clock, Link, LinkShape
 from bloombee.transport.memory_stream import MemoryStream, connected_streams
@@ -28,8 +27,6 @@ from bloombee.transport.tasks import TaskOwner
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-
-_log = logging.getLogger(__name__)
 
 
 class MemoryNetwork:
@@ -209,20 +206,7 @@ class MemoryListener:
         """Run the handler on an accepted stream, in a task of its own."""
         if self._handler is None:
             raise TransportError(f"{self.address} is not listening")
-        self.handlers.spawn(serve_stream(self._handler, stream))
-
-
-async def serve_stream(handler: StreamHandler, stream: MemoryStream) -> None:
-    """Run `handler`; close the stream when it returns, break it when it raises."""
-    try:
-        await handler(stream)
-    except BloomBeeError as error:
-        _log.debug("stream with %s ended: %s", stream.remote, error)
-        stream.abort(TransportError(f"{stream.local} broke the stream"))
-    except BaseException:
-        stream.abort(TransportError(f"{stream.local} broke the stream"))
-        raise
-    await stream.close()
+        serving.start(self.handlers, self._handler, stream)
 
 
 class MemoryDialer:

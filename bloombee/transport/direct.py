@@ -1,0 +1,231 @@
+"""Direct streams: gRPC over TLS with pinned certificates, raw bytes, no protobuf.
+
+One bidirectional call is one stream; all streams to one endpoint share a
+connection. Several event loops in threads of one process may use it, each with
+its own listeners and dialers, which must be stopped or closed before their loop:
+gRPC has one queue of completions for all loops, and one for a closed loop blocks it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import grpc.aio
+
+from bloombee.errors import DeadlineExceeded, SettingsError, TransportError
+from bloombee.transport import certificates, congestion, serving
+from bloombee.transport.grpc_options import channel_options, server_options
+from bloombee.transport.grpc_wire import METHOD, SERVICE, ClientWire, ServerWire, failure
+from bloombee.transport.interface import Endpoint, StreamHandler, TransportLimits
+from bloombee.transport.pumped import PumpedStream
+from bloombee.transport.tasks import TaskOwner
+from bloombee.transport.window import WindowKeeper
+
+if TYPE_CHECKING:
+    from bloombee.transport.certificates import Certificate
+    from bloombee.transport.grpc_wire import Call, Context
+
+_SETTLING_S = 1.0
+"""How long the pumps of broken streams get to see it."""
+
+
+class DirectListener:
+    """Accepts streams on `host:port` (port 0: a free one) and shows `certificate`."""
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        certificate: Certificate,
+        limits: TransportLimits | None = None,
+    ) -> None:
+        self.certificate = certificate
+        self._host = f"[{host}]" if ":" in host else host
+        self._port = port
+        self._limits = limits or TransportLimits()
+        self._windows = WindowKeeper(self._limits)
+        self._handlers = TaskOwner()
+        self._pumps = TaskOwner()
+        self._server: grpc.aio.Server | None = None
+        self._handler: StreamHandler | None = None
+
+    @property
+    def address(self) -> str:
+        """`host:port`, with the port actually bound once started."""
+        return f"{self._host}:{self._port}"
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """What a peer on the same host would dial."""
+        return Endpoint(self.certificate.peer, self.address, self.certificate.hash)
+
+    async def start(self, handler: StreamHandler) -> None:
+        """Begin to accept; raises SettingsError when the address can't be listened on."""
+        self._handler = handler
+        server = grpc.aio.server(options=server_options(self._limits))
+        methods: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
+            METHOD: grpc.stream_stream_rpc_method_handler(self._accept)
+        }
+        service = grpc.method_handlers_generic_handler(SERVICE, methods)
+        server.add_generic_rpc_handlers((service,))
+        pair = (self.certificate.key_pem, self.certificate.certificate_pem)
+        try:
+            self._port = server.add_secure_port(self.address, grpc.ssl_server_credentials([pair]))
+        except RuntimeError:
+            raise SettingsError(
+                f"can't listen on {self.address}: the port is in use or the host is not ours; "
+                "choose another with --host and --port"
+            ) from None
+        await server.start()
+        congestion.prefer_cubic_listening(self._port)
+        self._server = server
+
+    async def stop(self, grace_s: float) -> None:
+        """Accept no more, wait up to `grace_s` for handlers, then cancel them."""
+        if self._server is None:
+            return
+        server, self._server = self._server, None
+        async with asyncio.TaskGroup() as ending:
+            ending.create_task(server.stop(grace_s))
+            ending.create_task(self._handlers.stop(grace_s))
+        await self._pumps.stop(_SETTLING_S)
+        self._windows.close()
+
+    async def _accept(self, _requests: object, context: Context) -> None:
+        if self._handler is None:
+            raise TransportError(f"{self.address} is not listening")
+        # At once, so that the dialer knows that it has reached us.
+        await context.send_initial_metadata(())
+        wire = ServerWire(context)
+        stream = PumpedStream(wire, self._windows.window(wire.remote), self._limits)
+        self._pumps.spawn(stream.pump_in())
+        serving.start(self._handlers, self._handler, stream)
+        try:
+            await stream.pump_out()
+        except asyncio.CancelledError:
+            if not wire.cancelled:  # by gRPC: the connection broke
+                raise
+        if stream.aborted is not None:
+            await context.abort(grpc.StatusCode.ABORTED, str(stream.aborted))
+
+
+@dataclass(eq=False)
+class _Connection:
+    """A channel to one endpoint, its streams, and whether new ones may join."""
+
+    channel: grpc.aio.Channel
+    open: grpc.aio.StreamStreamMultiCallable[Any, Any]
+    streams: set[PumpedStream] = field(default_factory=set[PumpedStream])
+    retired: bool = False
+
+
+@dataclass
+class _Slot:
+    """One dialer's way to one endpoint; the lock makes concurrent dials share it."""
+
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    connection: _Connection | None = None
+    certificate_pem: bytes = b""
+
+
+class DirectDialer:
+    """Opens streams from one event loop; keeps a connection to each endpoint dialed."""
+
+    def __init__(self, limits: TransportLimits | None = None) -> None:
+        self._limits = limits or TransportLimits()
+        self._windows = WindowKeeper(self._limits)
+        self._pumps = TaskOwner()
+        self._slots: dict[Endpoint, _Slot] = {}
+        self._connections: set[_Connection] = set()
+        self._closed = False
+
+    async def dial(self, endpoint: Endpoint, deadline_s: float) -> PumpedStream:
+        """A new stream; raises as `Dialer.dial` says.
+
+        The first dial to an endpoint fetches its certificate and connects; later ones
+        take one round trip.
+        """
+        if self._closed:
+            raise TransportError("the dialer is closed")
+        try:
+            async with asyncio.timeout(deadline_s):
+                connection = await self._connection(endpoint, deadline_s)
+                call = await self._call(endpoint, connection)
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"{endpoint.address} did not answer within {deadline_s:g} s"
+            ) from None
+        window = self._windows.window(connection)
+        stream = PumpedStream(ClientWire(call, endpoint.address), window, self._limits)
+        connection.streams.add(stream)
+        self._pumps.spawn(self._pump_in(stream, connection))
+        self._pumps.spawn(stream.pump_out())
+        return stream
+
+    async def close(self) -> None:
+        """Break all streams and close all connections."""
+        self._closed = True
+        for stream in [each for opened in self._connections for each in opened.streams]:
+            stream.abort(TransportError("the dialer was closed"))
+        await self._pumps.stop(_SETTLING_S)
+        for connection in self._connections:
+            await connection.channel.close()
+        self._connections.clear()
+        self._slots.clear()
+        self._windows.close()
+
+    async def _connection(self, endpoint: Endpoint, deadline_s: float) -> _Connection:
+        slot = self._slots.setdefault(endpoint, _Slot())
+        async with slot.lock:
+            if not slot.certificate_pem:
+                slot.certificate_pem = await certificates.fetch(endpoint, deadline_s)
+            if slot.connection is None:
+                slot.connection = self._open(endpoint, slot.certificate_pem)
+                self._connections.add(slot.connection)
+            return slot.connection
+
+    def _open(self, endpoint: Endpoint, certificate_pem: bytes) -> _Connection:
+        channel = grpc.aio.secure_channel(
+            endpoint.address,
+            grpc.ssl_channel_credentials(certificate_pem),
+            options=channel_options(self._limits, endpoint.peer),
+        )
+        return _Connection(channel, channel.stream_stream(f"/{SERVICE}/{METHOD}"))
+
+    async def _call(self, endpoint: Endpoint, connection: _Connection) -> Call:
+        """A call that the server has answered; cancelled when we don't return it."""
+        call = connection.open()
+        try:
+            await call.initial_metadata()
+            if call.done() and (error := await failure(call, endpoint.address)) is not None:
+                await self._retire(endpoint, connection)
+                raise error
+        except BaseException:
+            call.cancel()
+            raise
+        if not connection.streams:  # the first one, or the first after the connection broke
+            congestion.prefer_cubic_connected(*certificates.split_address(endpoint.address))
+        return call
+
+    async def _retire(self, endpoint: Endpoint, connection: _Connection) -> None:
+        """Let the next dial connect anew instead of waiting out gRPC's backoff."""
+        connection.retired = True
+        slot = self._slots.get(endpoint)
+        if slot is not None and slot.connection is connection:
+            slot.connection = None
+        await self._close_unused(connection)
+
+    async def _pump_in(self, stream: PumpedStream, connection: _Connection) -> None:
+        try:
+            await stream.pump_in()
+        finally:
+            connection.streams.discard(stream)
+            await self._close_unused(connection)
+
+    async def _close_unused(self, connection: _Connection) -> None:
+        if connection.retired and not connection.streams:
+            self._connections.discard(connection)
+            await connection.channel.close()
