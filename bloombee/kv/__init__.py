@@ -7,6 +7,8 @@ import torch
 from bloombee.errors import SettingsError
 from bloombee.kv.contiguous import make_contiguous
 from bloombee.kv.interface import AttendPlan, BatchItem, KVPool, KVShape
+from bloombee.kv.paged import make_paged
+from bloombee.kv.paged_attention import KERNEL_PAGE_TOKENS
 
 CPU_PAGE_TOKENS = 64
 
@@ -18,16 +20,22 @@ def make_pool(
 ) -> KVPool:
     """A pool of at least `total_tokens` for sequences of up to `max_length` tokens.
 
-    `total_tokens` is rounded up to pages of `page_tokens` (default: 64 on CPU).
-    Memory is committed as tokens arrive on CPU, at once on other devices.
-    Raises SettingsError for sizes that are not positive or can't be had.
+    `total_tokens` is rounded up to pages of `page_tokens` (default: 64 on CPU, 256
+    elsewhere). Memory is committed as tokens arrive on CPU, at once on other devices.
+    Raises SettingsError for sizes that are not positive or that the device can't have.
     """
-    if total_tokens < 1 or max_length < 1 or (page_tokens is not None and page_tokens < 1):
+    on_cpu = shape.device.type == "cpu"
+    page = page_tokens or (CPU_PAGE_TOKENS if on_cpu else KERNEL_PAGE_TOKENS)
+    if min(total_tokens, max_length, page) < 1:
         raise SettingsError(
             f"a KV pool of {total_tokens} tokens for sequences of {max_length} in pages of "
-            f"{page_tokens}: all must be positive"
+            f"{page}: all must be positive"
         )
+    if shape.device.type == "cuda" and page % KERNEL_PAGE_TOKENS:
+        raise SettingsError(
+            f"KV pages of {page} tokens: on CUDA they are multiples of {KERNEL_PAGE_TOKENS}"
+        )
+    make = make_contiguous if on_cpu else make_paged
     # Tensors made in inference mode could not be written outside it later.
     with torch.inference_mode(mode=False):
-        page = page_tokens or CPU_PAGE_TOKENS
-        return make_contiguous(shape, -(-total_tokens // page), max_length, page)
+        return make(shape, -(-total_tokens // page), max_length, page)

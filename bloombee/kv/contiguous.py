@@ -155,7 +155,7 @@ class ContiguousPool(KVPool):
         writes = (slots[:, None] * shape.kv_heads + heads) * shape.tokens + tokens[:, None]
         return ContiguousPlan(rows, torch.from_numpy(writes))
 
-    def attend(
+    def attend(  # noqa: PLR0913 - what attention takes everywhere
         self,
         plan: AttendPlan,
         block: int,

@@ -6,7 +6,9 @@ session opens (so a running session never meets a full pool) and memory is
 touched as tokens arrive. One compute thread uses a pool; nothing here locks.
 
 A step goes: `begin` (once; grows the sequences), `attend` (once per block),
-then `finish`, or `abort`, which puts every length back.
+then `finish`, or `abort`, which puts every length back. Until then its sequences
+can't be changed otherwise: such calls raise RequestError. Several steps may be
+under way at once if they share no sequence. Attend under `torch.inference_mode`.
 """
 
 from __future__ import annotations
@@ -98,7 +100,7 @@ class KVPool(ABC):
 
     @abstractmethod
     def keep(self, session: SessionId, sequence: int, first: int, kept: Sequence[int]) -> None:
-        """After a verify step: of the tokens in slots `first + i`, keep `i in kept`, moved together.
+        """After a verify step: keep tokens `first + i` for i in `kept`, moved together.
 
         `kept` ascends. The length becomes `first + len(kept)`.
         """
@@ -112,7 +114,7 @@ class KVPool(ABC):
         """
 
     @abstractmethod
-    def attend(
+    def attend(  # noqa: PLR0913 - what attention takes everywhere
         self,
         plan: AttendPlan,
         block: int,
@@ -161,4 +163,7 @@ class KVPool(ABC):
 
     @abstractmethod
     def check_integrity(self) -> None:
-        """Verify every invariant of pages and lengths; raises AssertionError naming the first broken one."""
+        """Verify every invariant of pages and lengths.
+
+        Raises AssertionError that names the first broken one.
+        """

@@ -76,7 +76,7 @@ class Ledger(Generic[Place]):
         """
         if sequences < 1 or max_length < 1:
             raise RequestError(
-                f"cannot reserve {sequences} sequences of {max_length} tokens: both must be positive"
+                f"can't reserve {sequences} sequences of {max_length} tokens: both must be positive"
             )
         if max_length > self.longest:
             raise RequestError(

@@ -160,7 +160,7 @@ class PlainPool(KVPool):
             row.sequence.length += len(row.parents)
         return PlainPlan(rows)
 
-    def attend(
+    def attend(  # noqa: PLR0913 - what attention takes everywhere
         self,
         plan: AttendPlan,
         block: int,
@@ -183,8 +183,9 @@ class PlainPool(KVPool):
                 positions = dict(enumerate(range(row.first)))
                 positions |= {row.first + t: row.position(t) for t in row.lineage(token)}
                 seen = [s for s, at in positions.items() if window is None or at > here - window]
-                pair = [torch.stack([stored[s] for s in seen]) for stored in (keys, values)]
-                out[index] = _attend_one(query[index], *pair, scaling).to(query.dtype)
+                near = torch.stack([keys[slot] for slot in seen])
+                told = torch.stack([values[slot] for slot in seen])
+                out[index] = _attend_one(query[index], near, told, scaling).to(query.dtype)
         return out
 
     def finish(self, plan: AttendPlan) -> None:

@@ -13,7 +13,10 @@ class Slots:
         self.free = set(range(count))
 
     def take(self, wanted: int) -> list[int] | None:
-        """`wanted` slots, the lowest run of neighbours if there is one; None if too few are free."""
+        """`wanted` slots, the lowest run of neighbours if there is one.
+
+        None when too few are free; nothing is taken then.
+        """
         if wanted > len(self.free):
             return None
         ordered = sorted(self.free)
