@@ -180,10 +180,12 @@ class Dht:
                 "no other process runs with the same identity"
             )
 
-    async def fetch(self, keys: Sequence[str]) -> dict[str, tuple[StoredValue, ...]]:
-        """What lies under each key, merged from all nodes that hold it."""
+    async def fetch(self, keys: Sequence[str]) -> list[StoredValue]:
+        """What lies under any of `keys`, merged from all nodes that hold them."""
+        if not keys:
+            return []
         found = await self._node.get_many(list(keys), sufficient_expiration_time=float("inf"))
-        return {key: _values(found.get(key)) for key in keys}
+        return [value for entry in found.values() for value in _values(entry)]
 
     async def close(self) -> None:
         """Stop answering; the daemon is stopped by whoever started it."""

@@ -25,15 +25,21 @@ from bloombee.swarm.addresses import (
     parse_peers,
 )
 from bloombee.swarm.daemon import Daemon, DaemonOptions
-from bloombee.swarm.dht import P2PD, Dht, StoredValue
+from bloombee.swarm.dht import P2PD, Dht
 from bloombee.swarm.joining import JoinDeadlines, check_clock, join
 from bloombee.swarm.keys import model_keys, span_keys
 from bloombee.swarm.publisher import Publisher
-from bloombee.swarm.records import MAX_BLOCKS, decode_model, decode_server
+from bloombee.swarm.records import (
+    MAX_BLOCKS,
+    ModelAnnouncement,
+    ServerRecord,
+    decode_model,
+    decode_server,
+)
 from bloombee.swarm.view import SwarmSnapshot, assemble, elect_models
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
     from pathlib import Path
 
     from bloombee.swarm.identity import Identity
@@ -166,32 +172,33 @@ class Membership:
         self.check_alive()
         if self._options.client_mode:
             await self._rejoin_if_alone()
-        known = () if fingerprint is None or num_blocks is None else ((fingerprint, num_blocks),)
-        record_keys = _record_keys(known)
-        found = await self._dht.fetch([*model_keys(), *record_keys])
-        now_s = time.time()
-        announcements = [
-            announcement
-            for value in _under(found, model_keys())
-            if (announcement := decode_model(value.owner, value.sealed, now_s)) is not None
-        ]
-        if not known:
-            wanted = [
+        announcements: list[ModelAnnouncement] = []
+        if fingerprint is None or num_blocks is None:
+            announcements = await self._announcements()
+            models = [
                 (entry.fingerprint, entry.num_blocks)
                 for entry in elect_models(announcements)
                 if fingerprint in (None, entry.fingerprint)
             ]
-            record_keys = _record_keys(wanted[:_MAX_MODELS])
-            found = await self._dht.fetch(record_keys) if record_keys else {}
-        now_s = time.time()
-        records = [
-            record
-            for value in _under(found, record_keys)
-            if (record := decode_server(value.owner, value.sealed, now_s)) is not None
-            and fingerprint in (None, record.fingerprint)
-        ]
+        else:
+            models = [(fingerprint, num_blocks)]
+        records = await self._records(models[:_MAX_MODELS])
         self.check_alive()
-        return assemble(records, announcements, now_s)
+        return assemble(records, announcements, time.time())
+
+    async def _announcements(self) -> list[ModelAnnouncement]:
+        found = await self._dht.fetch(model_keys())
+        now_s = time.time()
+        decoded = (decode_model(value.owner, value.sealed, now_s) for value in found)
+        return [announcement for announcement in decoded if announcement is not None]
+
+    async def _records(self, models: Sequence[tuple[str, int]]) -> list[ServerRecord]:
+        """The live records of these (fingerprint, block count), in all their copies."""
+        found = await self._dht.fetch(_record_keys(models))
+        now_s = time.time()
+        wanted = {fingerprint for fingerprint, _ in models}
+        decoded = (decode_server(value.owner, value.sealed, now_s) for value in found)
+        return [record for record in decoded if record and record.fingerprint in wanted]
 
     def kill(self) -> None:
         """End the daemon at once, from any thread."""
@@ -222,10 +229,6 @@ def _record_keys(models: Iterable[tuple[str, int]]) -> tuple[str, ...]:
         for fingerprint, num_blocks in models
         for key in span_keys(fingerprint, Span(0, min(num_blocks, MAX_BLOCKS)))
     )
-
-
-def _under(found: dict[str, tuple[StoredValue, ...]], keys: Iterable[str]) -> Iterable[StoredValue]:
-    return (value for key in keys for value in found.get(key, ()))
 
 
 def _claim(path: Path) -> int:

@@ -97,14 +97,14 @@ class SwarmNode:
     ) -> SwarmSnapshot:
         """All live records, of one model or (None) of every model that is announced.
 
-        With `num_blocks` one round of lookups does, without it two. Raises SwarmError
-        when the swarm can't be reached.
+        With fingerprint and `num_blocks` one round of lookups does, else it takes two.
+        Raises SwarmError when the swarm can't be reached.
         """
         work = self._member.snapshot(fingerprint, num_blocks)
         return await self._thread.run(work, "looking up the swarm", self._deadline_s)
 
     async def lost(self) -> SwarmError:
-        """Wait until the libp2p daemon ends without being told to; returns what happened."""
+        """Wait until the libp2p daemon ends; returns what happened. Also returns at `close`."""
         return await asyncio.shield(asyncio.wrap_future(self._lost))
 
     def abandon(self) -> None:
