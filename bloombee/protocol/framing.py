@@ -19,6 +19,7 @@ import msgspec
 
 from bloombee.errors import ProtocolError
 from bloombee.protocol.messages import AnyMessage, Output, Step
+from bloombee.protocol.text import one_line
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -73,7 +74,7 @@ def decode(frame: Buffer) -> tuple[AnyMessage, memoryview] | None:
     try:
         message = _decoder.decode(view[_HEAD.size : _HEAD.size + body])
     except (msgspec.DecodeError, msgspec.ValidationError, RecursionError) as error:
-        raise ProtocolError(f"malformed message: {error}") from None
+        raise ProtocolError(f"malformed message: {one_line(str(error))}") from None
     if payload and not isinstance(message, Step | Output):
         raise ProtocolError(f"{type(message).__name__} carries {payload} bytes it can't describe")
     return message, view[start:]

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from bloombee.core import PeerId
 from bloombee.errors import AuthError, ProtocolError, VersionMismatch
 from bloombee.protocol.messages import VERSION, Challenge, Hello
+from bloombee.protocol.text import one_line
 
 VERSIONS = (VERSION,)
 """The protocol versions this program speaks, best first."""
@@ -110,8 +111,8 @@ def check(greeting: Greeting, hello: Hello, verify: Verify, now: float) -> PeerI
     signed = greeting.signed_bytes(dialer, hello.version, hello.time_s)
     if not verify(dialer, hello.public_key, signed, hello.signature):
         raise AuthError(
-            f"the signature of {dialer or 'a nameless peer'} does not fit this connection: "
-            "wrong key, or a hello made for another server or certificate"
+            f"the signature of {one_line(dialer, 80) or 'a nameless peer'} does not fit "
+            "this connection: wrong key, or a hello made for another server or certificate"
         )
     if not hmac.compare_digest(greeting.swarm_proof(signed), hello.swarm_proof):
         raise AuthError(_wrong_key(greeting, hello))
@@ -143,4 +144,4 @@ def _wrong_key(greeting: Greeting, hello: Hello) -> str:
 
 
 def _listing(versions: Sequence[int]) -> str:
-    return ", ".join(map(str, versions)) or "none"
+    return one_line(", ".join(map(str, versions[:20])) or "none", 80)

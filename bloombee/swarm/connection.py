@@ -26,6 +26,7 @@ from bloombee.errors import (
 from bloombee.protocol import failures, framing, handshake
 from bloombee.protocol.machine import Direction, Machine, Role, State
 from bloombee.protocol.messages import AnyMessage, Challenge, Failed, Hello
+from bloombee.protocol.text import one_line
 from bloombee.swarm.identity import verify
 
 if TYPE_CHECKING:
@@ -142,9 +143,8 @@ async def connect(
         async with _closed_on_error(stream):
             challenge = await _expect(connection, Challenge)
             if challenge.peer != endpoint.peer:
-                raise AuthError(
-                    f"{endpoint.address} answers as {challenge.peer}, not {endpoint.peer}"
-                )
+                other = one_line(challenge.peer, 80)
+                raise AuthError(f"{endpoint.address} answers as {other}, not {endpoint.peer}")
             greeting = handshake.Greeting(challenge, endpoint.certificate_hash, settings.swarm_key)
             hello = handshake.answer(
                 greeting, identity.peer_id, identity.public_key, identity.sign, settings.now()

@@ -11,9 +11,9 @@ if TYPE_CHECKING:
 
 
 class FrameQueue:
-    """FIFO that holds up to `limit_bytes`, or one frame of any size.
+    """FIFO that holds up to `limit_bytes`, or one frame of any size; one task reads.
 
-    The producer awaits `room`, then `reserve`s and `deliver`s (or `put`s, which is
+    A producer awaits `room`, then `reserve`s and `deliver`s (or `put`s, which is
     both at once). What is reserved but not delivered is on its way and counts.
     """
 
@@ -24,8 +24,8 @@ class FrameQueue:
         self._ended = False
         self._discarding = False
         self._error: BloomBeeError | None = None
-        self._readable = asyncio.Event()
-        self._writable = asyncio.Event()
+        self._reader: asyncio.Future[None] | None = None
+        self._writers: list[asyncio.Future[None]] = []
 
     @property
     def idle(self) -> bool:
@@ -40,8 +40,9 @@ class FrameQueue:
     async def room(self) -> None:
         """Wait until there is room for a frame; raises the error that broke the queue."""
         while self._held_bytes >= self._limit_bytes and not self.ended:
-            self._writable.clear()
-            await self._writable.wait()
+            waiter = asyncio.get_running_loop().create_future()
+            self._writers.append(waiter)
+            await waiter
         if self._error is not None:
             raise self._error.with_traceback(None)
 
@@ -55,7 +56,7 @@ class FrameQueue:
             self._release(len(frame))
             return
         self._frames.append(frame)
-        self._readable.set()
+        self._wake_reader()
 
     def put(self, frame: bytes) -> None:
         """Reserve and deliver at once."""
@@ -65,8 +66,8 @@ class FrameQueue:
     async def get(self) -> bytes | None:
         """The next frame, or None after the last; raises the error that broke the queue."""
         while not self._frames and not self.ended:
-            self._readable.clear()
-            await self._readable.wait()
+            self._reader = asyncio.get_running_loop().create_future()
+            await self._reader
         if self._frames:
             frame = self._frames.popleft()
             self._release(len(frame))
@@ -100,9 +101,19 @@ class FrameQueue:
 
     def _release(self, size: int) -> None:
         self._held_bytes -= size
-        if self._held_bytes < self._limit_bytes:
-            self._writable.set()
+        if self._writers and self._held_bytes < self._limit_bytes:
+            self._wake_writers()
 
     def _wake(self) -> None:
-        self._readable.set()
-        self._writable.set()
+        self._wake_reader()
+        self._wake_writers()
+
+    def _wake_reader(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
+
+    def _wake_writers(self) -> None:
+        waiters, self._writers = self._writers, []
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(None)
