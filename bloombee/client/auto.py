@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, Self
 
 import torch
 
@@ -52,10 +53,33 @@ class AutoDistributedModelForCausalLM:
             raise SettingsError("give initial_peers=[...], as the servers print them")
         source = open_source(str(model), revision=revision, cache_dir=cache_dir)
         name = str(dtype).removeprefix("torch.")
-        ends = ModelEnds.load(source, dtype=resolve_dtype(name, source, device), device=device)
+        share = LocalShare.load(source, resolve_dtype(name, source, device), device)
+        return share.join(peers, swarm_key=swarm_key, settings=settings or ClientSettings())
+
+
+@dataclass(frozen=True, slots=True)
+class LocalShare:
+    """The client's part of a model, loaded, not yet in a swarm."""
+
+    source: ModelSource
+    ends: ModelEnds
+
+    @classmethod
+    def load(cls, source: ModelSource, dtype: torch.dtype, device: torch.device | str) -> Self:
+        """Load embeddings, final norm and head. Raises ModelError."""
+        return cls(source, ModelEnds.load(source, dtype=dtype, device=device))
+
+    def join(
+        self,
+        initial_peers: tuple[str, ...],
+        *,
+        swarm_key: bytes | None = None,
+        settings: ClientSettings | None = None,
+    ) -> DistributedModelForCausalLM:
+        """A client of the swarm of `initial_peers`. Raises SettingsError or SwarmError."""
         loop = shared_loop()
-        access = loop.run(_join(source, peers, swarm_key, settings or ClientSettings()))
-        return DistributedModelForCausalLM(source, ends, access, loop)
+        joining = _join(self.source, initial_peers, swarm_key, settings or ClientSettings())
+        return DistributedModelForCausalLM(self.source, self.ends, loop.run(joining), loop)
 
 
 async def _join(

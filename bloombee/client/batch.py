@@ -27,8 +27,6 @@ from bloombee.errors import RequestError
 
 OpenSession = Callable[[int, int], Coroutine[Any, Any, RemoteSession]]
 """Opens a session of so many sequences and so many tokens each."""
-Embed = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""Ids `[T]` and positions `[T]` to the rows `[T, D]` that enter the first block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +45,27 @@ class BatchTerms:
 
 
 @dataclass(frozen=True, slots=True)
+class Tokens:
+    """T packed new tokens: their ids, or token embeddings of width W."""
+
+    ids: Int[torch.Tensor, " T"] | None = None
+    embeds: Float[torch.Tensor, "T W"] | None = None
+
+    def select(self, order: Sequence[int]) -> Tokens:
+        """These of them, in this order."""
+        picked = torch.tensor(order)
+        return Tokens(*(None if t is None else t[picked] for t in (self.ids, self.embeds)))
+
+    def entries(self, rows: Float[torch.Tensor, "T D"]) -> list[Entry]:
+        """What the session's history keeps of them: ids, or the `rows` that they became."""
+        return entries_of(rows) if self.ids is None else self.ids.tolist()
+
+
+Embed = Callable[[Tokens, torch.Tensor], torch.Tensor]
+"""Tokens and positions `[T]` to the rows `[T, D]` that enter the first block."""
+
+
+@dataclass(frozen=True, slots=True)
 class Backend:
     """What a batch computes with; `max_length` is how long the model lets a row grow."""
 
@@ -54,20 +73,6 @@ class Backend:
     embed: Embed
     loop: LoopThread
     max_length: int
-
-
-@dataclass(frozen=True, slots=True)
-class Tokens:
-    """T packed new tokens: their ids, or the rows themselves where there are none."""
-
-    ids: Int[torch.Tensor, " T"] | None = None
-    rows: Float[torch.Tensor, "T D"] | None = None
-
-    def entries(self) -> list[Entry]:
-        """What the session's history keeps of them."""
-        if self.ids is not None:
-            return self.ids.tolist()
-        return [] if self.rows is None else entries_of(self.rows)
 
 
 class RemoteBatch:
@@ -153,13 +158,17 @@ class RemoteBatch:
         rows = self._rows[:: self._sharing]  # a new session numbers them anew
         placed = resolve(rows, [session.history.length(s) for s in range(session.terms.sequences)])
         table = _table(placed.rows, packing.counts)
-        entries = tokens.entries()
         order = _ascending(table)
         if order is not None:
-            table, entries, tokens = _reordered(table, entries, tokens, order)
-        hidden = self._embedded(tokens, table)
+            table, tokens = _reordered(table, order), tokens.select(order)
+        hidden = self._backend.embed(tokens, torch.from_numpy(table.positions))
         step = session.step(
-            hidden, table, entries=entries, operations=placed.operations, want=want, phase=phase
+            hidden,
+            table,
+            entries=tokens.entries(hidden),
+            operations=placed.operations,
+            want=want,
+            phase=phase,
         )
         answer = self._backend.loop.run(step)
         grown = [
@@ -191,13 +200,6 @@ class RemoteBatch:
     def _end_session(self) -> None:
         if self._finalizer is not None and self._finalizer.detach() and self.session is not None:
             self._backend.loop.run(self.session.close())
-
-    def _embedded(self, tokens: Tokens, table: PackedTable) -> torch.Tensor:
-        if tokens.ids is not None:
-            return self._backend.embed(tokens.ids, torch.from_numpy(table.positions))
-        if tokens.rows is None:
-            raise RequestError("a step needs token ids or rows")
-        return tokens.rows
 
     def _session_for(self, needed: int) -> RemoteSession:
         """The session, opened or replaced by one that takes `needed` tokens a row."""
@@ -241,7 +243,7 @@ class RemoteBatch:
     def _rows_of(self, entries: Sequence[Entry], positions: torch.Tensor) -> torch.Tensor:
         known = [index for index, entry in enumerate(entries) if isinstance(entry, int)]
         ids = torch.tensor([entries[index] for index in known], dtype=torch.long)
-        embedded = self._backend.embed(ids, positions[known])
+        embedded = self._backend.embed(Tokens(ids), positions[known])
         if len(known) == len(entries):
             return embedded
         given = {i: entry for i, entry in enumerate(entries) if isinstance(entry, torch.Tensor)}
@@ -271,19 +273,9 @@ def _ascending(table: PackedTable) -> list[int] | None:
     return sorted(range(len(table.sequences)), key=table.sequences.__getitem__)
 
 
-def _reordered(
-    table: PackedTable, entries: Sequence[Entry], tokens: Tokens, order: Sequence[int]
-) -> tuple[PackedTable, list[Entry], Tokens]:
-    picked = torch.tensor(order)
-    return (
-        PackedTable(
-            tuple(table.sequences[i] for i in order),
-            tuple(table.first_positions[i] for i in order),
-            tuple(table.counts[i] for i in order),
-        ),
-        [entries[i] for i in order],
-        Tokens(
-            None if tokens.ids is None else tokens.ids[picked],
-            None if tokens.rows is None else tokens.rows[picked],
-        ),
+def _reordered(table: PackedTable, order: Sequence[int]) -> PackedTable:
+    return PackedTable(
+        tuple(table.sequences[i] for i in order),
+        tuple(table.first_positions[i] for i in order),
+        tuple(table.counts[i] for i in order),
     )

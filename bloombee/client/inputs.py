@@ -62,7 +62,7 @@ class Inputs:
         """The packed tokens."""
         if self.ids is not None:
             return Tokens(ids=packing.pack(self.ids))
-        return Tokens(rows=packing.pack(self._given))
+        return Tokens(embeds=packing.pack(self._given))
 
 
 def read_inputs(

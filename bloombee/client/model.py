@@ -20,7 +20,7 @@ from jaxtyping import Float
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from bloombee.client.batch import Backend, BatchTerms, RemoteBatch
+from bloombee.client.batch import Backend, BatchTerms, RemoteBatch, Tokens
 from bloombee.client.cache import RemoteCache
 from bloombee.client.inputs import Inputs, check_positions, read_inputs
 from bloombee.client.loop import LoopThread
@@ -241,9 +241,14 @@ class DistributedModelForCausalLM(RemoteGenerationMixin, PreTrainedModel):
         self.route = session.route
         return session
 
-    def _embed(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            return self._ends.embed(ids.to(self.device), positions.to(self.device))
+    @torch.no_grad()
+    def _embed(self, tokens: Tokens, positions: torch.Tensor) -> torch.Tensor:
+        positions = positions.to(self.device)
+        if tokens.ids is not None:
+            return self._ends.embed(tokens.ids.to(self.device), positions)
+        if tokens.embeds is None:
+            raise RequestError("a step needs token ids or embeddings")
+        return self._ends.place(tokens.embeds.to(self.device, self.dtype), positions)
 
     # What it is not --------------------------------------------------------------------
 

@@ -59,7 +59,12 @@ class ModelEnds:
         self, ids: Int[torch.Tensor, "T"], positions: Int[torch.Tensor, "T"]
     ) -> Float[torch.Tensor, "T D"]:
         """Rows that enter block 0. `positions` count only where positions are learned."""
-        rows = self._embed(ids)
+        return self.place(self._embed(ids), positions)
+
+    def place(
+        self, rows: Float[torch.Tensor, "T W"], positions: Int[torch.Tensor, "T"]
+    ) -> Float[torch.Tensor, "T D"]:
+        """Rows that enter block 0, from token embeddings (W is D but for some OPT sizes)."""
         if self._before is not None:
             rows = self._before(rows)
         if self._table is not None:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria
-from transformers.generation import StoppingCriteriaList
+from transformers import LogitsProcessor, LogitsProcessorList
+from transformers.generation.stopping_criteria import StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 from bloombee.core import Span
@@ -93,6 +93,9 @@ def test_every_family_over_every_cut(family: Any, stages: int) -> None:
         same_tokens(local, remote, ids, attention_mask=mask, max_new_tokens=12)
         same_tokens(local, remote, prompt(1, 1), max_new_tokens=20)
         same_tokens(local, remote, prompt(2, 30), max_new_tokens=8, num_beams=3)
+        embeds = local.get_input_embeddings()(ids).detach()
+        found = remote(inputs_embeds=embeds, attention_mask=mask).logits
+        assert (found - logits)[mask.bool()].abs().max() < 1e-5
         assert remote.route is not None
         assert [str(stage.span) for stage in remote.route.stages] == STAGES[stages]
 
@@ -265,7 +268,7 @@ def test_own_processors_criteria_and_streamers(local: Any, remote: Any) -> None:
             return scores + (torch.arange(scores.shape[1]) % 7 == input_ids.shape[1] % 7) * 3.0
 
     class After(StoppingCriteria):
-        def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> Any:
             return torch.full((input_ids.shape[0],), input_ids.shape[1] >= 14)
 
     class Collect(BaseStreamer):

@@ -1,0 +1,71 @@
+"""`bloombee-generate`: ask a swarm for a text."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from bloombee.cli.serving import FAILED, read_swarm_key
+from bloombee.config.environment import use_passive_threads
+from bloombee.config.flags import parse
+from bloombee.config.settings import GenerateSettings
+from bloombee.errors import BloomBeeError
+from bloombee.telemetry import configure_logging
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+PROG = "bloombee-generate"
+INTERRUPTED = 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit code."""
+    settings = parse(GenerateSettings, argv, prog=PROG, description="Generate a text with a swarm.")
+    use_passive_threads()
+    configure_logging(settings.log_level)
+    try:
+        generate(settings)
+    except BloomBeeError as error:
+        print(f"{PROG}: {error}", file=sys.stderr)
+        return FAILED
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return INTERRUPTED
+    return 0
+
+
+def generate(settings: GenerateSettings) -> None:
+    """Print the text as it comes, or one JSON object.
+
+    Raises what loading, joining and generating raise.
+    """
+    # torch and transformers take seconds to import: not for --help or a wrong flag.
+    from bloombee.cli.answering import answer
+    from bloombee.client import AutoDistributedModelForCausalLM
+
+    model = AutoDistributedModelForCausalLM.from_pretrained(
+        settings.model,
+        initial_peers=settings.initial_peers,
+        dtype=settings.dtype,
+        swarm_key=read_swarm_key(settings.swarm_key),
+    )
+    try:
+        if settings.json_output:
+            print(json.dumps(asdict(answer(model, settings.prompt, settings))))
+        else:
+            answer(model, settings.prompt, settings, stream)
+            print()
+    finally:
+        model.close()
+
+
+def stream(text: str) -> None:
+    """Print a piece of the text at once."""
+    print(text, end="", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
