@@ -8,6 +8,7 @@ the host's default stays.
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 import os
 import socket
@@ -37,8 +38,25 @@ def prefer_cubic_listening(port: int) -> int:
 
 
 def prefer_cubic_connected(host: str, port: int) -> int:
-    """Set cubic on our sockets connected to `host:port`; returns how many use it now."""
-    return _prefer_cubic(lambda held: _address(held.getpeername) == (host, port))
+    """Set cubic on our sockets connected to `host:port`; returns how many use it now.
+
+    When `host` is a name, on all sockets connected to `port`.
+    """
+
+    def connects(held: socket.socket) -> bool:
+        address = _address(held.getpeername)
+        return address is not None and address[1] == port and (named or address[0] == host)
+
+    named = not _is_ip(host)
+    return _prefer_cubic(connects)
+
+
+def _is_ip(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
 
 
 def _prefer_cubic(matches: Callable[[socket.socket], bool]) -> int:

@@ -202,18 +202,17 @@ def congestion_controls(port: int) -> dict[str, bytes]:
     """Algorithm by role of each socket of this process that has to do with `port`."""
     found: dict[str, bytes] = {}
     for name in os.listdir("/proc/self/fd"):
-        try:
-            held = socket.socket(fileno=os.dup(int(name)))
-        except OSError:
+        path = f"/proc/self/fd/{name}"
+        if not os.path.exists(path) or not stat.S_ISSOCK(os.stat(path).st_mode):
             continue
-        with held:
-            if held.family != socket.AF_INET:
+        with socket.socket(fileno=os.dup(int(name))) as held:
+            if held.family not in (socket.AF_INET, socket.AF_INET6):
                 continue
-            try:
-                role = "dialed" if held.getpeername()[1] == port else "accepted"
-            except OSError:
-                role = "listening"
-            if port in (held.getsockname()[1], role == "dialed" and port):
+            local, remote = held.getsockname()[1], None
+            with contextlib.suppress(OSError):
+                remote = held.getpeername()[1]
+            if port in (local, remote):
+                role = "dialed" if remote == port else "accepted" if remote else "listening"
                 option = held.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
                 found[role] = option.rstrip(b"\0")
     return found
