@@ -1,0 +1,68 @@
+"""`bloombee-server`: serve a span of a model's blocks."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from typing import TYPE_CHECKING
+
+from bloombee.cli.serving import ReadyReport, read_swarm_key, run_until_stopped, write_ready_file
+from bloombee.config.environment import use_passive_threads
+from bloombee.config.flags import parse
+from bloombee.config.settings import ServerSettings
+from bloombee.telemetry import configure_logging
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from bloombee.server.server import Serving
+
+PROG = "bloombee-server"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit code."""
+    settings = parse(
+        ServerSettings, argv, prog=PROG, description="Serve a part of a model to a swarm."
+    )
+    use_passive_threads()
+    configure_logging(settings.log_level)
+    # torch and transformers take seconds to import: not for --help or a wrong flag.
+    import uvloop
+
+    from bloombee.server.server import run_server
+
+    def report(serving: Serving) -> None:
+        print(f"ready: {serving}", flush=True)
+        if settings.ready_file is not None:
+            write_ready_file(
+                settings.ready_file,
+                ReadyReport(
+                    peer=serving.peer,
+                    maddrs=serving.maddrs,
+                    pid=os.getpid(),
+                    endpoint=serving.endpoint,
+                    span=str(serving.span),
+                ),
+            )
+
+    async def serve() -> None:
+        swarm_key = read_swarm_key(settings.swarm_key)
+        await run_server(settings, report, swarm_key=swarm_key)
+
+    code = run_until_stopped(PROG, serve(), uvloop.new_event_loop)
+    _end_if_computing(code)
+    return code
+
+
+def _end_if_computing(code: int) -> None:
+    """A thread left behind inside torch would abort the interpreter's own shutdown."""
+    if any(thread.name in ("compute", "background") for thread in threading.enumerate()):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
