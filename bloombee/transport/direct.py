@@ -9,6 +9,7 @@ gRPC has one queue of completions for all loops, and one for a closed loop block
 from __future__ import annotations
 
 import asyncio
+import socket
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +30,10 @@ if TYPE_CHECKING:
     from bloombee.transport.grpc_wire import Call, Context
 
 _SETTLING_S = 1.0
-"""How long the pumps of broken streams get to see it."""
+"""How long the pumps of ended streams get to see it."""
+
+_DRAINING_S = 0.05
+"""How long completions of cancelled operations may trickle in before the loop may close."""
 
 
 class DirectListener:
@@ -65,6 +69,7 @@ class DirectListener:
     async def start(self, handler: StreamHandler) -> None:
         """Begin to accept; raises SettingsError when the address can't be listened on."""
         self._handler = handler
+        self._check_free()
         server = grpc.aio.server(options=server_options(self._limits))
         methods: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
             METHOD: grpc.stream_stream_rpc_method_handler(self._accept)
@@ -74,29 +79,41 @@ class DirectListener:
         pair = (self.certificate.key_pem, self.certificate.certificate_pem)
         try:
             self._port = server.add_secure_port(self.address, grpc.ssl_server_credentials([pair]))
-        except RuntimeError:
-            raise SettingsError(
-                f"can't listen on {self.address}: the port is in use or the host is not ours; "
-                "choose another with --host and --port"
-            ) from None
+        except RuntimeError as error:
+            raise self._taken(str(error)) from None
         await server.start()
         congestion.prefer_cubic_listening(self._port)
         self._server = server
+
+    def _check_free(self) -> None:
+        """Try the address first: gRPC would log its own lines and not say what is wrong."""
+        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
+        try:
+            with socket.create_server((self._host.strip("[]"), self._port), family=family):
+                return
+        except OSError as error:
+            raise self._taken(error.strerror or str(error)) from None
+
+    def _taken(self, reason: str) -> SettingsError:
+        return SettingsError(
+            f"can't listen on {self.address} ({reason}): choose another --host or --port"
+        )
 
     async def stop(self, grace_s: float) -> None:
         """Accept no more, wait up to `grace_s` for handlers, then cancel them."""
         if self._server is None:
             return
-        server, self._server = self._server, None
-        async with asyncio.TaskGroup() as ending:
-            ending.create_task(server.stop(grace_s))
-            ending.create_task(self._handlers.stop(grace_s))
+        server, self._server, self._handler = self._server, None, None
+        # The streams end first and with a status: gRPC would reset the connections.
+        await self._handlers.stop(grace_s)
+        await server.stop(_SETTLING_S)
         await self._pumps.stop(_SETTLING_S)
         self._windows.close()
+        await asyncio.sleep(_DRAINING_S)
 
     async def _accept(self, _requests: object, context: Context) -> None:
         if self._handler is None:
-            raise TransportError(f"{self.address} is not listening")
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the server is stopping")
         # At once, so that the dialer knows that it has reached us.
         await context.send_initial_metadata(())
         wire = ServerWire(context)
@@ -169,13 +186,15 @@ class DirectDialer:
         """Break all streams and close all connections."""
         self._closed = True
         for stream in [each for opened in self._connections for each in opened.streams]:
-            stream.abort(TransportError("the dialer was closed"))
+            if not stream.closed:
+                stream.abort(TransportError("the dialer was closed"))
         await self._pumps.stop(_SETTLING_S)
         for connection in self._connections:
             await connection.channel.close()
         self._connections.clear()
         self._slots.clear()
         self._windows.close()
+        await asyncio.sleep(_DRAINING_S)
 
     async def _connection(self, endpoint: Endpoint, deadline_s: float) -> _Connection:
         slot = self._slots.setdefault(endpoint, _Slot())

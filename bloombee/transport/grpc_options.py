@@ -23,7 +23,6 @@ def _common(limits: TransportLimits) -> Options:
         ("grpc.max_send_message_length", -1),
         ("grpc.http2.lookahead_bytes", _LOOKAHEAD_BYTES),
         ("grpc.http2.max_frame_size", _HTTP2_FRAME_BYTES),
-        ("grpc.minimal_stack", 0),
     ]
 
 

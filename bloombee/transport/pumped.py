@@ -69,6 +69,11 @@ class PumpedStream:
         """The other end, for messages and logs."""
         return self._wire.remote
 
+    @property
+    def closed(self) -> bool:
+        """Whether we have closed or broken it."""
+        return self._closed
+
     async def send(self, parts: Sequence[Buffer]) -> None:
         """Queue one frame; raises as `Stream.send` says."""
         frame = join(parts, self._limits.max_frame_bytes)

@@ -15,6 +15,7 @@ import threading
 import typing
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import uvloop
@@ -24,9 +25,6 @@ from bloombee.transport import certificates
 from bloombee.transport.direct import DirectDialer, DirectListener
 from bloombee.transport.interface import Endpoint, Stream, TransportLimits
 from bloombee.transport.pumped import PumpedStream
-
-if typing.TYPE_CHECKING:
-    from pathlib import Path
 
 PEER = "12D3KooWServer"
 Run = Callable[[Coroutine[typing.Any, typing.Any, None]], None]
@@ -273,3 +271,24 @@ def test_keep_alives_really_cross_the_wire(monkeypatch: pytest.MonkeyPatch) -> N
         await listener.stop(0.0)
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "no-such-host.invalid"])
+def test_a_host_that_is_not_ours_is_a_settings_error(host: str) -> None:
+    async def main() -> None:
+        with pytest.raises(SettingsError, match=f"{host}.*--host"):
+            await DirectListener(host, 0, certificates.create(PEER)).start(echo)
+
+    asyncio.run(main())
+
+
+def test_ipv6_works_where_the_host_has_it() -> None:
+    async def main() -> None:
+        listener = DirectListener("::1", 0, certificates.create(PEER))
+        await listener.start(echo)
+        assert listener.address.startswith("[::1]:")
+        await talk(listener.endpoint, 3)
+        await listener.stop(0.0)
+
+    if socket.has_ipv6 and Path("/proc/net/if_inet6").exists():
+        asyncio.run(main())
