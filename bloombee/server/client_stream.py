@@ -176,7 +176,7 @@ class ClientStreams:
             await self._parts.steps.fail(session, error, step.step)
             return
         session.fed_by_client = True
-        await self._parts.steps.take(session, step, payload)
+        await self._parts.steps.take(session, step, payload, session.owner)
 
     async def _reopen(self, session: Session, opening: Open) -> None:
         """Another Open on the stream: an older, the same, or a later epoch; all are refused."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable
@@ -14,7 +15,9 @@ from bloombee.protocol.messages import Attach, Describe, Description, Open
 from bloombee.server.client_stream import ClientStreams
 from bloombee.server.executor import STOPPING
 from bloombee.server.hop_stream import HopStreams
+from bloombee.server.throttle import Throttle
 from bloombee.swarm.connection import Connection, ConnectionSettings, Signer, accept
+from bloombee.telemetry import now_s
 from bloombee.transport.interface import Stream
 
 logger = logging.getLogger(__name__)
@@ -32,6 +35,7 @@ class HandlerParts:
     connection_settings: ConnectionSettings
     clients: ClientStreams
     hops: HopStreams
+    throttle: Throttle
     describe: Callable[[], Awaitable[Description]]
 
 
@@ -70,6 +74,8 @@ class Handler:
             received = await connection.receive(REQUEST_DEADLINE_S)
             if received is None:
                 return
+            if delay_s := self._parts.throttle.delay_s(connection.remote, now_s()):
+                await asyncio.sleep(delay_s)
             if self._stopping:
                 raise PeerStopping(STOPPING)
             match received[0]:

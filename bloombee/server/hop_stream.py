@@ -52,7 +52,7 @@ class HopStreams:
             while (received := await upstream.receive()) is not None:
                 message, payload = received
                 if isinstance(message, Step):
-                    await self._steps.take(session, message, payload)
+                    await self._steps.take(session, message, payload, upstream.remote)
                 elif isinstance(message, Failed):
                     logger.debug("the stage before us: %s", message.message)
         except ProtocolError as error:

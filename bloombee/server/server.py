@@ -253,6 +253,7 @@ def _stage(
             limits=Limits(
                 max_sessions=settings.max_sessions,
                 max_step_tokens=min(in_frame, MAX_STEP_TOKENS),
+                max_messages_per_s=settings.max_requests_per_s,
             ),
             executor_settings=ExecutorSettings(
                 threads=torch.get_num_threads() if settings.threads == "auto" else settings.threads,

@@ -23,6 +23,7 @@ from bloombee.server.hop_stream import HopStreams
 from bloombee.server.payloads import Payloads
 from bloombee.server.sessions import Session, Sessions
 from bloombee.server.steps import StepParts, Steps
+from bloombee.server.throttle import Throttle
 from bloombee.server.validation import Limits, Offer
 from bloombee.server.work import Model
 from bloombee.swarm.connection import ConnectionSettings, Signer
@@ -61,11 +62,13 @@ class StageServer:
         self._parts = parts
         self._payloads = Payloads()
         self._uptime = Stopwatch()
+        throttle = Throttle(parts.limits.max_messages_per_s)
         self._steps = Steps(
             StepParts(
                 peer=parts.identity.peer_id,
                 executor=self.executor,
                 payloads=self._payloads,
+                throttle=throttle,
                 telemetry=self.telemetry,
             )
         )
@@ -76,6 +79,7 @@ class StageServer:
                 connection_settings=parts.connection_settings,
                 clients=self._clients(),
                 hops=HopStreams(self.sessions, self._steps),
+                throttle=throttle,
                 describe=self.describe,
             )
         )

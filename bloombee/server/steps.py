@@ -21,6 +21,7 @@ from bloombee.protocol.messages import Acknowledged, Output, Step, Timing
 from bloombee.server.executor import Executor
 from bloombee.server.payloads import Payloads
 from bloombee.server.sessions import Finished, Session
+from bloombee.server.throttle import Throttle
 from bloombee.server.validation import NO_OPERATIONS, check_step, touched
 from bloombee.server.work import Outcome, StepWork
 from bloombee.telemetry import Registry, now_us
@@ -38,6 +39,7 @@ class StepParts:
     peer: PeerId
     executor: Executor
     payloads: Payloads
+    throttle: Throttle
     telemetry: Registry
 
 
@@ -48,6 +50,7 @@ class Steps:
         self._peer = parts.peer
         self._executor = parts.executor
         self._payloads = parts.payloads
+        self._throttle = parts.throttle
         self._taken = parts.telemetry.counter("steps")
         self._tokens = parts.telemetry.counter("tokens")
         self._repeats = parts.telemetry.counter("repeats")
@@ -58,13 +61,15 @@ class Steps:
         """How many steps were computed, or are about to be."""
         return self._taken.value
 
-    async def take(self, session: Session, step: Step, payload: memoryview) -> None:
-        """Check one step and queue it; a bad one is answered with its error.
+    async def take(self, session: Session, step: Step, payload: memoryview, feeder: PeerId) -> None:
+        """Check one step of `feeder` and queue it; a bad one is answered with its error.
 
-        Waits while the session has too much in flight. Raises TransportError
-        when the client can't be told.
+        Waits while the session has too much in flight or `feeder` sends too fast.
+        Raises TransportError when the client can't be told.
         """
         taken_us = now_us()
+        if delay_s := self._throttle.delay_s(feeder, taken_us / 1e6):
+            await asyncio.sleep(delay_s)
         await session.window.enter(payload.nbytes)
         try:
             queued = await self._queue(session, step, payload, taken_us)

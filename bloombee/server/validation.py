@@ -39,12 +39,13 @@ class Offer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Enforced before any allocation; `max_sequences` is per session."""
+    """Enforced before any allocation; sequences count per session, messages per peer."""
 
     max_sessions: int = 256
     max_sessions_per_peer: int = 64
     max_sequences: int = 1024
     max_step_tokens: int = 8192
+    max_messages_per_s: int = 2000
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,11 @@ def server_options(limits: TransportLimits) -> Options:
         *_common(limits),
         # Two servers on one port would share its connections without a word.
         ("grpc.so_reuseport", 0),
+        # A client whose machine lost power says nothing for ever: notice within a minute.
+        # Only servers may ping this often; they would hang up on a client that does.
+        ("grpc.keepalive_time_ms", 30_000),
+        ("grpc.keepalive_timeout_ms", 20_000),
+        ("grpc.http2.max_pings_without_data", 0),
     ]
 
 

@@ -17,6 +17,7 @@ from bloombee.server.background import in_background
 from bloombee.server.device import choose_device, decode_tokens_per_s, free_bytes
 from bloombee.server.placement import place, wanted_blocks
 from bloombee.server.sessions import Window
+from bloombee.server.throttle import FORGET_ABOVE, Throttle
 from bloombee.swarm.records import ServerRecord, ServerState
 from bloombee.swarm.view import SwarmSnapshot
 from tests.counting_pool import AddingModel, CountingPool
@@ -136,6 +137,26 @@ class TestBackground:
         asyncio.run(asyncio.wait_for(main(), 5))
         gate.set()
         assert ended.wait(5)
+
+
+def test_a_peer_that_sends_too_fast_waits() -> None:
+    throttle, peer, other = Throttle(10), PeerId("a"), PeerId("b")
+    assert [throttle.delay_s(peer, 5.0) for _ in range(10)] == [0.0] * 10
+    assert throttle.delay_s(peer, 5.0) == pytest.approx(0.1)
+    assert throttle.delay_s(peer, 5.0) == pytest.approx(0.2)
+    assert throttle.delay_s(other, 5.0) == 0.0
+    assert throttle.delay_s(peer, 5.3) == pytest.approx(0.0)
+    assert throttle.delay_s(peer, 100.0) == 0.0
+
+
+def test_forgotten_peers_are_those_that_owe_nothing() -> None:
+    throttle = Throttle(2)
+    for number in range(FORGET_ABOVE):
+        throttle.delay_s(PeerId(f"{number}"), 0.0)
+    assert [throttle.delay_s(PeerId("busy"), 10.0) for _ in range(3)] == [0.0, 0.0, 0.5]
+    for number in range(FORGET_ABOVE):
+        throttle.delay_s(PeerId(f"new {number}"), 10.0)
+    assert throttle.delay_s(PeerId("busy"), 10.0) == 1.0
 
 
 def test_a_full_window_waits_for_room() -> None:
