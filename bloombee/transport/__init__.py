@@ -1,1 +1,1 @@
-"""Streams of byte frames between peers: gRPC with TLS, and in memory for tests."""
+"""Streams of byte frames between peers: gRPC with TLS, libp2p, and in memory for tests."""

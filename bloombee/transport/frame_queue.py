@@ -87,11 +87,15 @@ class FrameQueue:
         self.end()
         self._discard()
 
-    def fail(self, error: BloomBeeError) -> None:
-        """Break: drop what is queued; both ends raise `error`, unless it had ended before."""
+    def fail(self, error: BloomBeeError, *, keep_queued: bool = False) -> None:
+        """Break: both ends raise `error`, unless it had ended before.
+
+        What is queued is dropped, or with `keep_queued` still read before the error.
+        """
         if not self.ended:
             self._error = error
-            self._discard()
+            if not keep_queued:
+                self._discard()
         self._wake()
 
     def _discard(self) -> None:

@@ -1,7 +1,8 @@
 """What a transport is: streams of byte frames between two ends. No messages here.
 
-Implementations: `direct` (gRPC, TLS) and `memory` (tests: seeded faults). Both
-keep this contract to the letter, and one test suite runs over both.
+Implementations: `direct` (gRPC, TLS), `p2p` (libp2p, where no direct way leads) and
+`memory` (tests: seeded faults). All keep this contract; one test suite runs over
+`direct` and `memory`.
 
 Frames of one zero byte (keep-alive: it holds a connection's congestion window
 open) and of two (end of stream) are the transport's own: `send` refuses them and no

@@ -135,9 +135,9 @@ class PumpedStream:
             self._incoming.end()
             self._outgoing.fail(TransportError(f"{self.remote} has closed the stream"))
         except BloomBeeError as error:
-            self._break(error)
+            self._lose(error)
         finally:
-            self._break(TransportError(f"the connection to {self.remote} broke"))
+            self._lose(TransportError(f"the connection to {self.remote} broke"))
             self._window.leave(self)
 
     async def pump_out(self) -> None:
@@ -156,4 +156,9 @@ class PumpedStream:
     def _break(self, error: BloomBeeError) -> None:
         """Fail what has not ended; the first error counts."""
         self._incoming.fail(error)
+        self._outgoing.fail(error)
+
+    def _lose(self, error: BloomBeeError) -> None:
+        """Fail what has not ended, after the frames that arrived before."""
+        self._incoming.fail(error, keep_queued=True)
         self._outgoing.fail(error)
