@@ -47,7 +47,7 @@ from bloombee.transport.memory import MemoryDialer, MemoryNetwork
 from tests.counting_pool import SPAN, WIDTH, AddingModel, CountingPool
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping, Sequence
+    from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 
     from bloombee.kv.interface import KVPool
     from bloombee.models import ModelSource
@@ -96,6 +96,25 @@ def stage_of(
     shape = source.kv_shape(span, dtype, "cpu")
     pool = make_pool(shape, kv_tokens, max_length=source.max_length)
     return StageSetup(model=model, pool=pool, offer=offer, **changes)
+
+
+def counting_rows(count: int) -> torch.Tensor:
+    """Rows whose values count up from 0, as wide as a counting stage wants them."""
+    return torch.arange(float(count))[:, None].expand(-1, WIDTH).contiguous()
+
+
+def run(*stages: StageSetup, test: Callable[[Swarm], Awaitable[None]]) -> None:
+    """Run `test` against these stages, and fail it after a minute."""
+
+    async def main() -> None:
+        async with swarm(stages) as s:
+            await test(s)
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+TWO = (Span(0, 2), Span(2, 4))
+"""A route over two counting stages."""
 
 
 class Swarm:
@@ -301,6 +320,15 @@ async def expect(link: Connection, kind: type[M]) -> M:
     if isinstance(message, Failed):
         raise to_error(message)
     raise AssertionError(f"{message} instead of {kind.__name__}")
+
+
+async def kv_freed(swarm: Swarm, *expected: int) -> None:
+    """Wait until the stages have so many free tokens."""
+
+    async def freed() -> bool:
+        return await swarm.free_tokens() == list(expected)
+
+    await eventually(freed, f"{expected} tokens are free")
 
 
 async def eventually(condition: Any, what: str) -> None:
