@@ -51,16 +51,19 @@ class PlainRow:
     sequence: PlainSequence
     first: int
     offset: int
-    parents: list[int]
+    lineages: list[set[int]]
 
     def position(self, token: int) -> int:
-        """Position of new token `token`."""
-        return self.first + len(self.lineage(token)) - 1
+        """Position of new token `token`: as many new ancestors, so much deeper."""
+        return self.first + len(self.lineages[token]) - 1
 
-    def lineage(self, token: int) -> set[int]:
-        """The token and its ancestors among the new ones."""
-        parent = self.parents[token]
-        return {token} | (self.lineage(parent) if parent >= 0 else set())
+
+def _lineages(parents: Sequence[int]) -> list[set[int]]:
+    """Each new token with its ancestors among the new ones."""
+    lineages: list[set[int]] = []
+    for token, parent in enumerate(parents):
+        lineages.append({token} | (lineages[parent] if parent >= 0 else set()))
+    return lineages
 
 
 class PlainPlan(AttendPlan):
@@ -99,6 +102,10 @@ class PlainPool(KVPool):
             raise KVFull(f"{asked} tokens asked for, {self.free_tokens} free")
         held: list[PlainSequence | None] = [PlainSequence() for _ in range(sequences)]
         self._sessions[session] = PlainSession(max_length, held)
+
+    def max_length(self, session: SessionId) -> int:
+        """What the session reserved for each sequence."""
+        return self._sessions[session].max_length
 
     def free(self, session: SessionId) -> None:
         self._sessions.pop(session, None)
@@ -154,10 +161,11 @@ class PlainPool(KVPool):
                 if row.first_position != held.length or held.length + row.count > limit:
                     raise RequestError("the row starts elsewhere or passes max_length")
                 parents = list(row.parents or range(-1, row.count - 1))
-                rows.append(PlainRow(held, held.length, base + row.offset, parents))
+                offset = base + row.offset
+                rows.append(PlainRow(held, held.length, offset, _lineages(parents)))
             base += item.table.tokens
         for row in rows:
-            row.sequence.length += len(row.parents)
+            row.sequence.length += len(row.lineages)
         return PlainPlan(rows)
 
     def attend(  # noqa: PLR0913 - what attention takes everywhere
@@ -173,7 +181,7 @@ class PlainPool(KVPool):
     ) -> Float[torch.Tensor, "T H E"]:
         out = torch.empty_like(query)
         for row in plan.rows if isinstance(plan, PlainPlan) else ():
-            new = range(row.offset, row.offset + len(row.parents))
+            new = range(row.offset, row.offset + len(row.lineages))
             keys = row.sequence.keys.setdefault(block, [])
             values = row.sequence.values.setdefault(block, [])
             keys += [key[index].clone() for index in new]
@@ -181,7 +189,7 @@ class PlainPool(KVPool):
             for token, index in enumerate(new):
                 here = row.position(token)
                 positions = dict(enumerate(range(row.first)))
-                positions |= {row.first + t: row.position(t) for t in row.lineage(token)}
+                positions |= {row.first + t: row.position(t) for t in row.lineages[token]}
                 seen = [s for s, at in positions.items() if window is None or at > here - window]
                 near = torch.stack([keys[slot] for slot in seen])
                 told = torch.stack([values[slot] for slot in seen])
@@ -217,10 +225,10 @@ class PlainPool(KVPool):
         value: Float[torch.Tensor, "N K E"],
     ) -> None:
         held = self._sequence(session, sequence)
-        if held.length or block in held.keys:
+        if held.length or held.keys.get(block):
             raise RequestError("the sequence is not empty")
         held.keys[block], held.values[block] = list(key.clone()), list(value.clone())
-        if len(held.keys) == len(self.shape.span):
+        if sum(map(bool, held.keys.values())) == len(self.shape.span):
             held.length = len(key)
 
     def check_integrity(self) -> None:
