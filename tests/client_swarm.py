@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from bloombee.transport.interface import Endpoint
 
-QUICK = ClientSettings(connect_s=5, open_s=5, step_s=60, close_s=2, prefill_tokens=64)
+QUICK = ClientSettings(connect_s=5, open_s=5, step_s=60, close_s=2, prefill_tokens=64, snapshot_s=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,7 +150,7 @@ class ClientSwarm:
             )
 
         access = SwarmAccess(
-            self.look, to, settings, self.source.num_blocks, dialer.close, random.Random(0)
+            self.look, to, settings, self.source.num_blocks, dialer.close, random.Random(0).random
         )
         model = DistributedModelForCausalLM(self.source, self._ends, access, self.loop)
         self._models.append(model)

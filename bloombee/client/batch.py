@@ -219,7 +219,8 @@ class RemoteBatch:
 
     def _adopt(self, max_length: int) -> RemoteSession:
         loop = self._backend.loop
-        self.session = loop.run(self._backend.open_session(len(self._rows), max_length))
+        opening = self._backend.open_session(len(self._rows), max_length)
+        self.session = loop.run(opening, undo=RemoteSession.close)
         self._finalizer = weakref.finalize(self, _abandon, loop, self.session)
         return self.session
 

@@ -15,7 +15,7 @@ import atexit
 import functools
 import os
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, Generic, TypeVar
 
 import uvloop
@@ -68,6 +68,11 @@ class _Call(Generic[Result]):
             self._error = asyncio.CancelledError()
         self.done.release()
 
+    @property
+    def has_result(self) -> bool:
+        """Whether it ran to its end."""
+        return self._task is not None and self._task.done() and self._error is None
+
     def result(self) -> Result:
         """What the coroutine returned; raises what it raised."""
         if isinstance(self._error, asyncio.CancelledError):
@@ -115,12 +120,17 @@ class LoopThread:
         """Whether coroutines can still be run."""
         return not self._closed
 
-    def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
+    def run(
+        self,
+        coroutine: Coroutine[Any, Any, Result],
+        undo: Callable[[Result], Coroutine[Any, Any, object]] | None = None,
+    ) -> Result:
         """Run `coroutine` in the loop and wait for its result.
 
-        Raises what it raises; KeyboardInterrupt when this thread is interrupted
-        (the coroutine is cancelled first); RequestError when called in the loop's
-        own thread, which would wait for itself, or when the loop was closed.
+        `undo` disposes of a result that an interrupt kept from the caller. Raises what
+        the coroutine raises; KeyboardInterrupt when this thread is interrupted (the
+        coroutine is cancelled first); RequestError when called in the loop's own
+        thread, which would wait for itself, or when the loop was closed.
         """
         if self._closed or threading.current_thread() is self._thread:
             coroutine.close()
@@ -132,7 +142,8 @@ class LoopThread:
             call.done.acquire()
         except BaseException as interrupt:
             self._loop.call_soon_threadsafe(call.cancel, interrupt)
-            call.done.acquire(timeout=CANCEL_GRACE_S)
+            if call.done.acquire(timeout=CANCEL_GRACE_S) and call.has_result and undo is not None:
+                self.post(undo(call.result()))
             raise
         return call.result()
 

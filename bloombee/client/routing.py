@@ -9,8 +9,7 @@ ever appears twice: two parts of one span joined would be one stage fewer.
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -83,10 +82,10 @@ def choose_route(
     offers: Iterable[Offer],
     demand: Demand,
     *,
-    tie_break: random.Random,
+    tie_break: Callable[[], float],
     exclude: frozenset[PeerId] = frozenset(),
 ) -> Route:
-    """The route for a session, deterministic for given offers and `tie_break` state.
+    """The route for a session, deterministic for given offers and numbers of `tie_break`.
 
     Raises SwarmError naming the blocks that no usable server holds and why others
     were left out; RequestError when servers hold them all but the session is too
@@ -120,8 +119,10 @@ def _judge(offer: Offer, demand: Demand, exclude: frozenset[PeerId]) -> _Rejecti
     return None
 
 
-def _best_path(usable: Sequence[Offer], num_blocks: int, tie_break: random.Random) -> _Path | None:
-    chances = {offer.peer: tie_break.random() for offer in usable}
+def _best_path(
+    usable: Sequence[Offer], num_blocks: int, tie_break: Callable[[], float]
+) -> _Path | None:
+    chances = {offer.peer: tie_break() for offer in usable}
     borders = sorted({b for o in usable for b in (o.span.start, o.span.end)} | {num_blocks})
     best: dict[int, _Path] = {0: _Path(0, 0.0, 0.0, ())}
     for start in (0, *(b for b in borders if b > 0)):

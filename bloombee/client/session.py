@@ -292,12 +292,12 @@ class RemoteSession:
 
     @property
     def bytes_sent(self) -> int:
-        """Payload and message bytes sent to all stages so far."""
+        """Bytes of all frames sent to all stages so far."""
         return sum(link.connection.counters.bytes_sent for link in self._links)
 
     @property
     def bytes_received(self) -> int:
-        """Payload and message bytes received from all stages so far."""
+        """Bytes of all frames received from all stages so far."""
         return sum(link.connection.counters.bytes_received for link in self._links)
 
 

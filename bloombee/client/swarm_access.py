@@ -27,12 +27,13 @@ from bloombee.transport.interface import Endpoint
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass
 class SwarmAccess:
     """How one client reaches the servers of one model.
 
     `look` gives the current records, `connect` opens a connection, `close` lets go
-    of everything. `tie_break` spreads clients over equal servers.
+    of everything. `tie_break` gives numbers in [0, 1) that spread clients over equal
+    servers. One look serves new sessions for `settings.snapshot_s`, unless one fails.
     """
 
     look: Callable[[], Awaitable[SwarmSnapshot]]
@@ -40,7 +41,8 @@ class SwarmAccess:
     settings: ClientSettings
     num_blocks: int
     close: Callable[[], Coroutine[Any, Any, None]]
-    tie_break: random.Random = field(default_factory=random.Random)
+    tie_break: Callable[[], float] = field(default_factory=lambda: random.Random().random)
+    _seen: tuple[float, SwarmSnapshot] | None = field(default=None, init=False)
 
     async def open(self, terms: SessionTerms, tasks: asyncio.TaskGroup) -> RemoteSession:
         """An open session on the best route there is.
@@ -51,10 +53,11 @@ class SwarmAccess:
         excluded: set[PeerId] = set()
         failure: BloomBeeError | None = None
         for _ in range(self.settings.route_attempts):
-            snapshot = await self._look()
+            snapshot = await self._snapshot(fresh=failure is not None)
             try:
                 route = self._choose(snapshot, terms, frozenset(excluded))
             except SwarmError as error:
+                self._seen = None
                 raise (failure or error) from error
             try:
                 return await RemoteSession.open(
@@ -73,15 +76,20 @@ class SwarmAccess:
                 failure = stage.error
         raise failure or SwarmError("no route was tried: set route_attempts to 1 or more")
 
-    async def _look(self) -> SwarmSnapshot:
+    async def _snapshot(self, *, fresh: bool) -> SwarmSnapshot:
+        now = asyncio.get_running_loop().time()
+        if self._seen is not None and not fresh and now - self._seen[0] < self.settings.snapshot_s:
+            return self._seen[1]
         try:
             async with asyncio.timeout(self.settings.connect_s):
-                return await self.look()
+                snapshot = await self.look()
         except TimeoutError:
             raise DeadlineExceeded(
                 f"the DHT did not answer within {self.settings.connect_s:g} s; "
                 "check that an initial peer still runs"
             ) from None
+        self._seen = (now, snapshot)
+        return snapshot
 
     def _choose(
         self, snapshot: SwarmSnapshot, terms: SessionTerms, excluded: frozenset[PeerId]

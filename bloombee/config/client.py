@@ -22,6 +22,9 @@ class ClientSettings(Settings):
     close_s: Seconds = Field(
         default=2.0, description="for servers to confirm that a session is closed"
     )
+    snapshot_s: float = Field(
+        default=3.0, ge=0, description="how long one look at the swarm serves new sessions"
+    )
     steps_in_flight: int = Field(
         default=8, ge=1, description="steps of a long prompt sent before the first is answered"
     )

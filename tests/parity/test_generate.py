@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-import threading
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -15,66 +13,16 @@ from transformers.generation.streamers import BaseStreamer
 from bloombee.core import Span
 from bloombee.models import open_source
 from tests.client_swarm import ClientSwarm
-from tests.tiny import BLOCKS, FAMILIES, VOCABULARY, reference, tiny_model
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from transformers import PreTrainedModel
-
-    from bloombee.client import DistributedModelForCausalLM
+from tests.generation import mixed, prompt, same_tokens
+from tests.tiny import BLOCKS, FAMILIES, reference, tiny_model
 
 STAGES = {1: ["0:5"], 2: ["0:3", "3:5"], 4: ["0:1", "1:2", "2:4", "4:5"]}
-FIRST_ID = 3
-"""0, 1 and 2 are padding, start and end."""
-
-
-def prompt(batch: int, columns: int, seed: int = 0) -> torch.Tensor:
-    numbers = torch.Generator().manual_seed(seed)
-    return torch.randint(FIRST_ID, VOCABULARY, (batch, columns), generator=numbers)
-
-
-def mixed(lengths: list[int], side: str, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids and mask of rows of these lengths, padded to the longest on one side."""
-    columns = max(lengths)
-    ids, mask = torch.zeros(len(lengths), columns, dtype=torch.long), []
-    for row, length in enumerate(lengths):
-        start = columns - length if side == "left" else 0
-        ids[row, start : start + length] = prompt(1, length, seed + row)[0]
-        mask.append([start <= column < start + length for column in range(columns)])
-    return ids, torch.tensor(mask).long()
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     path = tiny_model(request.param, tmp_path_factory.mktemp("models"))
     return reference(path), open_source(str(path))
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, ClientSwarm]]:
-    path = tiny_model("llama", tmp_path_factory.mktemp("llama"))
-    spans = [Span.parse(text) for text in STAGES[2]]
-    with ClientSwarm(open_source(str(path)), spans) as swarm:
-        yield reference(path), swarm
-
-
-@pytest.fixture
-def local(llama: tuple[PreTrainedModel, ClientSwarm]) -> PreTrainedModel:
-    return llama[0]
-
-
-@pytest.fixture
-def swarm(llama: tuple[PreTrainedModel, ClientSwarm]) -> Iterator[ClientSwarm]:
-    swarm = llama[1]
-    free = swarm.free_tokens()
-    yield swarm
-    assert swarm.free_tokens() == free, "a test left KV on the servers"
-
-
-@pytest.fixture
-def remote(swarm: ClientSwarm) -> DistributedModelForCausalLM:
-    return swarm.model()
 
 
 # Every family, every cut -------------------------------------------------------------
@@ -102,14 +50,6 @@ def test_every_family_over_every_cut(family: Any, stages: int) -> None:
 
 def counted(mask: torch.Tensor) -> torch.Tensor:
     return (mask.cumsum(1) - 1).clamp(min=0)
-
-
-def same_tokens(local: Any, remote: Any, ids: torch.Tensor, **arguments: Any) -> torch.Tensor:
-    arguments = {"do_sample": False, "pad_token_id": 0, **arguments}
-    expected = local.generate(ids, **arguments)
-    found = remote.generate(ids, **arguments)
-    assert found.tolist() == expected.tolist()
-    return found
 
 
 # Shapes of batches ---------------------------------------------------------------------
@@ -311,143 +251,6 @@ def test_scores_logits_and_hidden_states(local: Any, remote: Any) -> None:
     pairs = zip(found.hidden_states, expected.hidden_states, strict=True)
     assert all((a[-1] - b[-1]).abs().max() < 1e-4 for a, b in pairs)
     found.cache.close()
-
-
-# Several turns ---------------------------------------------------------------------------
-
-
-def test_a_returned_cache_is_continued(local: Any, remote: Any) -> None:
-    ids = prompt(2, 6)
-    arguments: dict[str, Any] = {"do_sample": False, "eos_token_id": None}
-    first = remote.generate(ids, max_new_tokens=5, return_dict_in_generate=True, **arguments)
-    assert first.cache.get_seq_length() == 10
-    longer = torch.cat((first.sequences, prompt(2, 3, seed=8)), dim=1)
-    second = remote.generate(longer, cache=first.cache, max_new_tokens=30, **arguments)
-    expected = local.generate(longer, max_new_tokens=30, **arguments)
-    assert second.tolist() == expected.tolist()
-    first.cache.close()
-
-
-def test_turns_of_a_session_send_only_what_is_new(
-    local: Any, remote: Any, swarm: ClientSwarm
-) -> None:
-    row_bytes = 4 * swarm.source.hidden_size
-    text = prompt(1, 200)
-    with remote.inference_session(max_length=400) as session:
-        for turn in range(3):
-            before = session.cache.batch.session.bytes_sent if turn else 0
-            expected = local.generate(text, max_new_tokens=6, do_sample=False, eos_token_id=None)
-            found = remote.generate(text, max_new_tokens=6, do_sample=False, eos_token_id=None)
-            assert found.tolist() == expected.tolist()
-            assert session.position == found.shape[1] - 1
-            sent = session.cache.batch.session.bytes_sent - before
-            fresh = text.shape[1] + 5 if not turn else 15 + 6
-            assert fresh * row_bytes <= sent < fresh * row_bytes + 400 * 8
-            text = torch.cat((found, prompt(1, 15, seed=turn)), dim=1)
-        assert session.route is not None
-        assert session.max_length == 400
-
-
-def test_a_session_goes_back(local: Any, remote: Any) -> None:
-    text = prompt(1, 20)
-    with remote.inference_session(max_length=64) as session:
-        remote.generate(text, max_new_tokens=10, do_sample=False, eos_token_id=None)
-        session.position = 12
-        other = torch.cat((text[:, :12], prompt(1, 5, seed=4)), dim=1)
-        same_tokens(local, remote, other, max_new_tokens=8, eos_token_id=None)
-        changed = other.clone()
-        changed[0, 5] = 7  # earlier than what is held: found without being told
-        same_tokens(local, remote, changed, max_new_tokens=8, eos_token_id=None)
-
-
-def test_forward_in_a_session_goes_on_from_its_position(local: Any, remote: Any) -> None:
-    ids = prompt(2, 30)
-    with torch.no_grad():
-        expected = local(ids).logits
-    with remote.inference_session(max_length=64, batch_size=2) as session:
-        cuts = (0, 11, 12, 13, 25, 30)
-        for start, stop in itertools.pairwise(cuts):
-            logits = remote(ids[:, start:stop]).logits
-            assert (logits - expected[:, start:stop]).abs().max() < 1e-4
-        session.position = 12
-        assert (remote(ids[:, 12:]).logits - expected[:, 12:]).abs().max() < 1e-4
-
-
-def test_a_padded_session_goes_on(local: Any, remote: Any) -> None:
-    ids, mask = mixed([4, 9], "left")
-    with remote.inference_session(max_length=64, batch_size=2):
-        first = remote.generate(
-            ids, attention_mask=mask, max_new_tokens=5, do_sample=False, eos_token_id=None
-        )
-        longer = torch.cat((first, prompt(2, 3, seed=2)), dim=1)
-        mask = torch.cat((mask, torch.ones(2, 8, dtype=torch.long)), dim=1)
-        same_tokens(local, remote, longer, attention_mask=mask, max_new_tokens=5, eos_token_id=None)
-
-
-# forward ----------------------------------------------------------------------------------
-
-
-def test_forward_returns_logits_states_and_loss(local: Any, remote: Any) -> None:
-    ids = prompt(2, 9)
-    with torch.no_grad():
-        expected = local(ids, labels=ids, output_hidden_states=True)
-    found = remote(ids, labels=ids, output_hidden_states=True)
-    assert (found.logits - expected.logits).abs().max() < 1e-4
-    assert (found.hidden_states[-1] - expected.hidden_states[-1]).abs().max() < 1e-4
-    assert abs(float(found.loss) - float(expected.loss)) < 1e-4
-    assert found.cache is None
-
-
-@pytest.mark.parametrize("keep", [1, 4, 0, torch.tensor([0, 5])], ids=["1", "4", "all", "these"])
-def test_forward_keeps_the_logits_asked_for(local: Any, remote: Any, keep: Any) -> None:
-    ids = prompt(2, 9)
-    with torch.no_grad():
-        expected = local(ids, logits_to_keep=keep).logits
-    found = remote(ids, logits_to_keep=keep).logits
-    assert found.shape == expected.shape
-    assert (found - expected).abs().max() < 1e-4
-
-
-def test_forward_of_embeddings_and_as_a_tuple(local: Any, remote: Any) -> None:
-    ids = prompt(2, 9)
-    embeds = local.get_input_embeddings()(ids).detach()
-    with torch.no_grad():
-        expected = local(inputs_embeds=embeds).logits
-    (found,) = remote(inputs_embeds=embeds, return_dict=False)
-    assert (found - expected).abs().max() < 1e-4
-
-
-def test_generate_from_embeddings(local: Any, remote: Any) -> None:
-    embeds = local.get_input_embeddings()(prompt(1, 9)).detach()
-    expected = local.generate(inputs_embeds=embeds, max_new_tokens=6, do_sample=False)
-    found = remote.generate(inputs_embeds=embeds, max_new_tokens=6, do_sample=False)
-    assert found.tolist() == expected.tolist()
-
-
-# Company -------------------------------------------------------------------------------------
-
-
-def test_three_clients_at_once_each_get_their_own_answer(local: Any, swarm: ClientSwarm) -> None:
-    found: dict[int, list[list[int]]] = {}
-
-    def ask(client: int) -> None:
-        model = swarm.model()
-        for turn in range(3):
-            ids = prompt(1 + client, 5 + 9 * turn, seed=client)
-            made = model.generate(ids, do_sample=True, seed=client, max_new_tokens=12)
-            found.setdefault(client, []).append(made.flatten().tolist())
-
-    threads = [threading.Thread(target=ask, args=(client,)) for client in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    for client in range(3):
-        for turn in range(3):
-            torch.manual_seed(client)
-            ids = prompt(1 + client, 5 + 9 * turn, seed=client)
-            expected = local.generate(ids, do_sample=True, max_new_tokens=12)
-            assert found[client][turn] == expected.flatten().tolist()
 
 
 def test_the_tiny_models_are_cut_as_named() -> None:

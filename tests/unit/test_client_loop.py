@@ -76,6 +76,28 @@ def test_an_interrupt_cancels_the_coroutine_and_waits_for_its_cleanup(loop: Loop
     assert loop.run(double(3)) == 6
 
 
+def test_a_result_that_an_interrupt_kept_back_is_undone(loop: LoopThread) -> None:
+    undone: list[int] = []
+
+    async def stubborn() -> int:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            return 7
+        return 0
+
+    async def undo(result: int) -> None:
+        undone.append(result)
+
+    main = threading.main_thread().ident
+    assert main is not None
+    threading.Timer(0.2, signal.pthread_kill, [main, signal.SIGINT]).start()
+    with pytest.raises(KeyboardInterrupt):
+        loop.run(stubborn(), undo=undo)
+    loop.run(double(1))
+    assert undone == [7]
+
+
 def test_waiting_for_itself_is_refused(loop: LoopThread) -> None:
     async def inner() -> int:
         return loop.run(double(1))

@@ -39,7 +39,7 @@ def route(
     seed: int = 0,
     exclude: frozenset[PeerId] = frozenset(),
 ) -> Route:
-    return choose_route(servers, demand, tie_break=random.Random(seed), exclude=exclude)
+    return choose_route(servers, demand, tie_break=random.Random(seed).random, exclude=exclude)
 
 
 def shape(found: Route) -> list[tuple[str, str]]:
