@@ -61,16 +61,22 @@ class SpanModel:
         return cls(source, span, list(modules.values()), _rotary(source, outline, device))
 
     def forward(
-        self, rows: Float[torch.Tensor, "T D"], batch: Sequence[BatchItem], pool: KVPool
+        self,
+        rows: Float[torch.Tensor, "T D"],
+        batch: Sequence[BatchItem],
+        pool: KVPool,
+        span: Span | None = None,
     ) -> Float[torch.Tensor, "T D"]:
         """Run the blocks on the packed tokens of `batch`; returns rows for the next span.
+
+        `span` is a part of the blocks held (default: all of them).
 
         Writes K and V of the new tokens into `pool`. When anything fails, the pool is as
         before and the error passes through (RequestError when `batch` does not fit it).
         """
         plan = pool.begin(batch)
         try:
-            out = self._run(rows, batch, PackedStep(pool, plan))
+            out = self._run(rows, batch, PackedStep(pool, plan), span or self.span)
         except BaseException:
             pool.abort(plan)
             raise
@@ -78,7 +84,7 @@ class SpanModel:
         return out
 
     def _run(
-        self, rows: torch.Tensor, batch: Sequence[BatchItem], step: PackedStep
+        self, rows: torch.Tensor, batch: Sequence[BatchItem], step: PackedStep, span: Span
     ) -> torch.Tensor:
         tables = [item.table for item in batch]
         parts = [table.positions for table in tables]
@@ -91,7 +97,8 @@ class SpanModel:
         if self._rotary is not None and self._arguments.rotary is not None:
             counts = [count for table in tables for count in table.counts]
             arguments[self._arguments.rotary] = self._rotary(hidden, positions, counts)
-        for forward in self._forwards:
+        first = self.span.start
+        for forward in self._forwards[span.start - first : span.end - first]:
             hidden = forward(hidden, attention_mask=None, **arguments)
         return hidden[0]
 
