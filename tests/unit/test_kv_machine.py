@@ -248,7 +248,7 @@ def test_layouts_agree_with_the_plain_pool(machine: type[PoolMachine]) -> None:
         stateful_step_count=20,
         deadline=None,
         phases=[Phase.generate],  # add Phase.shrink to see a short failure: it takes minutes
-        suppress_health_check=list(HealthCheck),
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
     )
     with torch.inference_mode():
         run_state_machine_as_test(machine, settings=quick)
