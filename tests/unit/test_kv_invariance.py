@@ -29,9 +29,7 @@ def attend_rows(
     pool: KVPool, rows: list[int], count: int, heads: int, window: int | None
 ) -> dict[int, torch.Tensor]:
     """Results by sequence of a step of `count` tokens for `rows`, undone afterwards."""
-    table = PackedTable(
-        tuple(rows), tuple(LENGTHS[row] for row in rows), (count,) * len(rows)
-    )
+    table = PackedTable(tuple(rows), tuple(LENGTHS[row] for row in rows), (count,) * len(rows))
     plan = pool.begin([BatchItem(SESSION, table)])
     shape = pool.shape
     new = {}

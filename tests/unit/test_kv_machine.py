@@ -244,7 +244,7 @@ class PagedMachine(PoolMachine):
 @pytest.mark.parametrize("machine", [PoolMachine, PagedMachine])
 def test_layouts_agree_with_the_plain_pool(machine: type[PoolMachine]) -> None:
     quick = settings(
-        max_examples=60,
+        max_examples=100,
         stateful_step_count=20,
         deadline=None,
         phases=[Phase.generate],  # add Phase.shrink to see a short failure: it takes minutes
