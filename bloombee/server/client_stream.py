@@ -149,8 +149,8 @@ class ClientStreams:
                 closed = await self._read(session)
                 for task in tasks:
                     task.cancel()
-        except* TransportError as gone:
-            logger.info("a client is gone: %s", gone.exceptions[0])
+        except* BloomBeeError as ended:
+            logger.info("session of %s ended: %s", session.owner, ended.exceptions[0])
         return closed
 
     async def _read(self, session: Session) -> bool:

@@ -9,15 +9,13 @@ only) and work out memory. 3. Choose blocks and announce that they are coming.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
 import logging
 from collections.abc import Callable
-from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, Self
 
 import torch
 
@@ -29,7 +27,7 @@ from bloombee.kv import KVPool, make_pool
 from bloombee.models import ModelSource, SpanModel, open_source, resolve_dtype
 from bloombee.server.announcement import announced_address, announced_host, announced_name
 from bloombee.server.background import in_background
-from bloombee.server.device import choose_device, decode_tokens_per_s, free_bytes
+from bloombee.server.device import choose_device, free_bytes
 from bloombee.server.executor import ExecutorSettings
 from bloombee.server.memory import Memory, MemoryPlan, plan_memory
 from bloombee.server.placement import place, wanted_blocks
@@ -111,46 +109,82 @@ async def run_server(
     identity = Identity.load_or_create(settings.identity)
     certificate = load_or_create(identity.peer_id, settings.identity)
     who = Credentials(identity, certificate, swarm_key)
-    async with AsyncExitStack() as leaving:
-        node = await SwarmNode.start(_node_options(settings), identity)
-        leaving.push_async_callback(_leave, node, None)
+    async with _Membership(await SwarmNode.start(_node_options(settings), identity)) as member:
         opened = await in_background(partial(_open, settings))
-        source = opened.source
-        snapshot = await node.snapshot(opened.fingerprint, source.num_blocks)
-        span = place(settings, opened.memory.blocks, source.num_blocks, snapshot)
-        logger.info("blocks %s of %s; %s", span, source.name, opened.memory)
+        span = await _choose(settings, opened, member.node)
         record = _record(opened, span, certificate)
-        await node.publish(record)
+        await member.node.publish(record)
         loaded = await in_background(partial(_load, opened, span))
-        stage = _stage(settings, opened, loaded, who)
-        leaving.pop_all()
-        leaving.push_async_callback(_leave, node, stage)
-        await stage.start()
-        tokens_per_s = await stage.executor.call(partial(decode_tokens_per_s, loaded.model))
-        endpoint = _announced(settings, stage)
-        await node.publish(
-            replace(
-                record,
-                addresses=(endpoint,),
-                state=ServerState.ONLINE,
-                throughput_tokens_per_s=tokens_per_s,
-                kv_tokens=loaded.pool.total_tokens,
-            )
-        )
+        member.stage = _stage(settings, opened, loaded, who)
+        await member.stage.start()
+        serving = await _go_online(settings, member.node, member.stage, record)
         # Modules and weights are never garbage: collections skip them from here on, which
         # saves pauses of a tenth of a second, and two seconds when the process ends.
         gc.freeze()
-        report(
-            Serving(
-                peer=identity.peer_id,
-                maddrs=tuple(node.maddrs),
-                endpoint=endpoint,
-                span=span,
-                model=record.model,
-                kv_tokens=loaded.pool.total_tokens,
-            )
-        )
-        raise await node.lost()
+        report(serving)
+        raise await member.node.lost()
+
+
+class _Membership:
+    """What has to be left at the end, all at once and in time."""
+
+    def __init__(self, node: SwarmNode) -> None:
+        self.node = node
+        self.stage: StageServer | None = None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        try:
+            async with asyncio.timeout(STOP_DEADLINE_S), asyncio.TaskGroup() as group:
+                group.create_task(self._close_node())
+                if self.stage is not None:
+                    group.create_task(self.stage.stop(COMPUTE_GRACE_S))
+        except TimeoutError:
+            logger.warning("stopped before everything had ended")
+
+    async def _close_node(self) -> None:
+        """Withdraw the record, then leave."""
+        try:
+            await self.node.close()
+        except BloomBeeError as error:
+            logger.warning("while leaving the swarm: %s", error)
+
+
+async def _choose(settings: ServerSettings, opened: Opened, node: SwarmNode) -> Span:
+    """The blocks to serve, given what the swarm holds now."""
+    num_blocks = opened.source.num_blocks
+    snapshot = await node.snapshot(opened.fingerprint, num_blocks)
+    span = place(settings, opened.memory.blocks, num_blocks, snapshot)
+    logger.info("blocks %s of %s; %s", span, opened.source.name, opened.memory)
+    return span
+
+
+async def _go_online(
+    settings: ServerSettings, node: SwarmNode, stage: StageServer, record: ServerRecord
+) -> Serving:
+    """Measure the span, and publish where it is served."""
+    tokens_per_s, kv_tokens = await stage.measure()
+    port = int(stage.endpoint.address.rpartition(":")[2])
+    host = announced_host(settings.host, settings.initial_peers)
+    endpoint = announced_address(settings.announce, host, port)
+    online = replace(
+        record,
+        addresses=(endpoint,),
+        state=ServerState.ONLINE,
+        throughput_tokens_per_s=tokens_per_s,
+        kv_tokens=kv_tokens,
+    )
+    await node.publish(online)
+    return Serving(
+        peer=record.peer,
+        maddrs=tuple(node.maddrs),
+        endpoint=endpoint,
+        span=record.span,
+        model=record.model,
+        kv_tokens=kv_tokens,
+    )
 
 
 def _node_options(settings: ServerSettings) -> NodeOptions:
@@ -262,25 +296,3 @@ def _stage(
             connection_settings=ConnectionSettings(swarm_key=who.swarm_key),
         )
     )
-
-
-def _announced(settings: ServerSettings, stage: StageServer) -> str:
-    port = int(stage.endpoint.address.rpartition(":")[2])
-    host = announced_host(settings.host, settings.initial_peers)
-    return announced_address(settings.announce, host, port)
-
-
-async def _leave(node: SwarmNode, stage: StageServer | None) -> None:
-    """Withdraw the record, end sessions and leave the DHT, all at once and in time."""
-    try:
-        async with asyncio.timeout(STOP_DEADLINE_S), asyncio.TaskGroup() as group:
-            group.create_task(_close(node))
-            if stage is not None:
-                group.create_task(stage.stop(COMPUTE_GRACE_S))
-    except TimeoutError:
-        logger.warning("stopped before everything had ended")
-
-
-async def _close(node: SwarmNode) -> None:
-    with contextlib.suppress(BloomBeeError):
-        await node.close()

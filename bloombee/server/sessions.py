@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from bloombee.core import PeerId, SessionId
 from bloombee.errors import (
     AuthError,
-    BloomBeeError,
     ProtocolError,
     RequestError,
     StaleEpoch,
@@ -67,6 +66,7 @@ class Session:
 
     `client` is the client's own stream. `downstream` leads to the next stage,
     `upstream` comes from the one before; both are None where there is none.
+    `broken` says why no step can follow, or is empty.
     """
 
     def __init__(self, opening: Open, client: Connection, context: StepContext) -> None:
@@ -79,7 +79,7 @@ class Session:
         self.downstream: Connection | None = None
         self.upstream: Connection | None = None
         self.fed_by_client = False
-        self.broken: BloomBeeError | None = None
+        self.broken = ""
         self.book = SequenceBook(context.terms)
         self.window = Window(IN_FLIGHT_BYTES)
         self.outbox: asyncio.Queue[Finished] = asyncio.Queue()

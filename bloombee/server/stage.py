@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 from dataclasses import dataclass, field
+from functools import partial
 
 from bloombee import __version__
 from bloombee.errors import PeerStopping, TransportError
@@ -17,6 +18,7 @@ from bloombee.kv.interface import KVPool
 from bloombee.protocol.failures import to_message
 from bloombee.protocol.messages import Description
 from bloombee.server.client_stream import ClientParts, ClientStreams
+from bloombee.server.device import decode_tokens_per_s
 from bloombee.server.executor import STOPPING, Executor, ExecutorSettings
 from bloombee.server.handler import Handler, HandlerParts
 from bloombee.server.hop_stream import HopStreams
@@ -129,6 +131,12 @@ class StageServer:
         await self.executor.stop(grace_s)
         await self._parts.dialer.close()
         self._payloads.close()
+
+    async def measure(self) -> tuple[float, int]:
+        """Tokens/s of one decoding sequence through the span, and KV tokens of the pool."""
+        parts = self._parts
+        tokens_per_s = await self.executor.call(partial(decode_tokens_per_s, parts.model))
+        return tokens_per_s, parts.pool.total_tokens
 
     async def describe(self) -> Description:
         """What this stage is doing now. Raises PeerStopping once it has stopped."""

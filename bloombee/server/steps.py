@@ -12,10 +12,12 @@ import logging
 from dataclasses import dataclass
 
 import msgspec
+import torch
+from jaxtyping import Float
 
 from bloombee.compression import Buffer, torch_dtype
 from bloombee.core import PeerId, Phase
-from bloombee.errors import BloomBeeError, ProtocolError, StepFailed, TransportError
+from bloombee.errors import BloomBeeError, ProtocolError, RequestError, StepFailed, TransportError
 from bloombee.protocol.failures import to_message
 from bloombee.protocol.messages import Acknowledged, Output, Step, Timing
 from bloombee.server.executor import Executor
@@ -24,12 +26,13 @@ from bloombee.server.sessions import Finished, Session
 from bloombee.server.throttle import Throttle
 from bloombee.server.validation import NO_OPERATIONS, check_step, touched
 from bloombee.server.work import Outcome, StepWork
+from bloombee.swarm.connection import Connection
 from bloombee.telemetry import Registry, now_us
 
 logger = logging.getLogger(__name__)
 
-PUSH_DEADLINE_S = 30.0
-"""How long the next stage may take to accept a step; slow links need seconds for a prompt."""
+PUSH_DEADLINE_S = 60.0
+"""How long the next stage may take to accept a step; 20 Mbit/s need half of it for a full frame."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,10 +100,15 @@ class Steps:
         while True:
             finished = await session.outbox.get()
             session.window.leave(finished.payload_bytes)
-            if finished.outcome.error is not None:
-                await self._break(session, finished)
-            else:
-                await self._send(session, finished)
+            if (error := finished.outcome.error) is not None:
+                # The stages no longer agree on what the session holds.
+                number = finished.step.step
+                session.broken = session.broken or (
+                    f"step {number} failed ({error}): open a new session"
+                )
+                await self.fail(session, error, number)
+            elif (rows := finished.outcome.rows) is not None:
+                await self._send(session, finished, rows)
 
     async def _queue(
         self, session: Session, step: Step, payload: memoryview, taken_us: int
@@ -109,8 +117,8 @@ class Steps:
         if step.session != session.id:
             raise ProtocolError("the step is of another session than its stream")
         table = check_step(step, session.context)
-        if session.broken is not None:
-            raise session.broken
+        if session.broken:
+            raise StepFailed(session.broken)
         rows = await self._payloads.decode(step.payload, payload)
         if not session.book.take(step):
             return False
@@ -139,19 +147,10 @@ class Steps:
         self._tokens.add(table.tokens)
         return True
 
-    async def _break(self, session: Session, finished: Finished) -> None:
-        """A step failed after it was taken: the stages no longer agree on the session."""
-        error, number = finished.outcome.error, finished.step.step
-        if error is None:
-            return
-        if session.broken is None:
-            session.broken = StepFailed(f"step {number} failed ({error}): open a new session")
-        await self.fail(session, error, number)
-
-    async def _send(self, session: Session, finished: Finished) -> None:
-        step, rows = finished.step, finished.outcome.rows
-        if rows is None:
-            raise ProtocolError("a finished step has neither rows nor an error")
+    async def _send(
+        self, session: Session, finished: Finished, rows: Float[torch.Tensor, "R D"]
+    ) -> None:
+        step = finished.step
         started_us = now_us()
         payload, body = await self._payloads.encode(rows, session.wire_dtype)
         timings = step.timings
@@ -160,24 +159,23 @@ class Steps:
         if session.downstream is None:
             output = Output(session.id, session.epoch, step.step, payload, timings)
             await session.client.send(output, body)
-            return
-        onward = msgspec.structs.replace(step, payload=payload, timings=timings)
-        await self._push(session, onward, body)
+        else:
+            onward = msgspec.structs.replace(step, payload=payload, timings=timings)
+            await self._push(session, session.downstream, onward, body)
 
-    async def _push(self, session: Session, step: Step, body: Buffer) -> None:
+    async def _push(self, session: Session, hop: Connection, step: Step, body: Buffer) -> None:
         """Send a step to the next stage; when that fails, the client hears of it."""
-        if session.downstream is None:
-            return
         try:
             async with asyncio.timeout(PUSH_DEADLINE_S):
-                await session.downstream.send(step, body)
+                await hop.send(step, body)
         except TimeoutError:
             error = TransportError(f"{session.next_name} took no step for {PUSH_DEADLINE_S:g} s")
             await self.fail(session, error, step.step)
         except TransportError as error:
-            await self.fail(
-                session, TransportError(f"lost {session.next_name}: {error}"), step.step
-            )
+            lost = TransportError(f"lost {session.next_name}: {error}")
+            await self.fail(session, lost, step.step)
+        except RequestError as error:  # more than a frame holds
+            await self.fail(session, error, step.step)
 
     def _timing(self, finished: Finished, started_us: int) -> Timing:
         now = now_us()
