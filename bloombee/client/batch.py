@@ -192,6 +192,18 @@ class RemoteBatch:
             self.carried = last
         self.columns += packing.columns
 
+    def check_results(self, packing: Packing) -> None:
+        """Raise RequestError when a row without new tokens has a past whose result is gone."""
+        if self.carried is not None:
+            return
+        rows = self._rows[:: self._sharing]
+        for index, (row, count) in enumerate(zip(rows, packing.counts, strict=True)):
+            if row.length and not count:
+                raise RequestError(
+                    f"row {index} has no unmasked token in this step and its last result is not "
+                    "kept: unmask one, or go further back"
+                )
+
     def close(self) -> None:
         """Free the session on the servers; the batch can't be continued afterwards."""
         self._closed = True

@@ -64,7 +64,9 @@ class InferenceSession:
         visible = torch.ones(ids.shape, dtype=torch.bool)
         if attention_mask is not None:
             visible = attention_mask.cpu() != 0
-        self.position = min(common_columns(batch, ids.cpu(), visible), ids.shape[1] - 1)
+        # Every row computes at least its last token again: its result is not kept.
+        last = (visible * torch.arange(ids.shape[1])).amax(1)
+        self.position = min(common_columns(batch, ids.cpu(), visible), int(last.min()))
 
 
 def common_columns(

@@ -192,6 +192,7 @@ class DistributedModelForCausalLM(RemoteGenerationMixin, PreTrainedModel):
         self, batch: RemoteBatch, own: Inputs, packing: Packing, last_only: bool
     ) -> torch.Tensor:
         """Last hidden states `[B, S, N]` of the new columns, or `[B, 1, N]` of the last."""
+        batch.check_results(packing)
         carried = None if batch.carried is None else batch.carried[:: batch.sharing]
         if not packing.tokens:
             width = self._ends.hidden_size

@@ -9,10 +9,17 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from bloombee.core import Span
+from bloombee.errors import RequestError
+from bloombee.models import open_source
+from tests.client_swarm import ClientSwarm
 from tests.generation import mixed, prompt, same_tokens
+from tests.tiny import reference, tiny_model
 
 if TYPE_CHECKING:
-    from tests.client_swarm import ClientSwarm
+    from pathlib import Path
+
+GREEDY: dict[str, Any] = {"do_sample": False, "eos_token_id": None}
 
 # Several turns ---------------------------------------------------------------------------
 
@@ -85,6 +92,29 @@ def test_a_padded_session_goes_on(local: Any, remote: Any) -> None:
         same_tokens(local, remote, longer, attention_mask=mask, max_new_tokens=5, eos_token_id=None)
 
 
+def test_a_right_padded_session_goes_back_and_on(local: Any, remote: Any) -> None:
+    """The shorter row ends before the place where the longer one changes."""
+    ids, mask = mixed([4, 9], "right")
+    arguments: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 5, **GREEDY}
+    with remote.inference_session(max_length=64, batch_size=2):
+        remote.generate(ids, **arguments)
+        changed = ids.clone()
+        changed[1, 8] = 77
+        found = remote.generate(changed, **arguments)
+    for row, length in ((0, 4), (1, 9)):
+        alone = local.generate(changed[row : row + 1, :length], max_new_tokens=5, **GREEDY)
+        assert found[row, 9:].tolist() == alone[0, length:].tolist()
+
+
+def test_a_row_whose_result_is_gone_is_refused(remote: Any) -> None:
+    with remote.inference_session(max_length=64, batch_size=2):
+        remote(prompt(2, 5))
+        mask = torch.ones(2, 7, dtype=torch.long)
+        mask[1, 5:] = 0
+        with pytest.raises(RequestError, match="row 1 has no unmasked token in this step"):
+            remote(prompt(2, 2), attention_mask=mask)
+
+
 # forward ----------------------------------------------------------------------------------
 
 
@@ -123,6 +153,23 @@ def test_generate_from_embeddings(local: Any, remote: Any) -> None:
     expected = local.generate(inputs_embeds=embeds, max_new_tokens=6, do_sample=False)
     found = remote.generate(inputs_embeds=embeds, max_new_tokens=6, do_sample=False)
     assert found.tolist() == expected.tolist()
+
+
+def test_bfloat16_is_as_near_to_exact_as_local(tmp_path: Path) -> None:
+    path = tiny_model("llama", tmp_path)
+    spans = [Span(0, 3), Span(3, 5)]
+    ids, mask = mixed([9, 30, 1], "left")
+    exact, local = reference(path), reference(path, dtype=torch.bfloat16)
+    with ClientSwarm(open_source(str(path)), spans, dtype=torch.bfloat16) as swarm:
+        found = swarm.model()(ids, attention_mask=mask).logits
+    with torch.no_grad():
+        expected, near = (m(ids, attention_mask=mask).logits for m in (exact, local))
+    assert found.dtype is torch.bfloat16
+
+    def error(logits: torch.Tensor) -> float:
+        return float((logits.float() - expected)[mask.bool()].square().mean().sqrt())
+
+    assert error(found) < 1.3 * error(near)
 
 
 # Company -------------------------------------------------------------------------------------
