@@ -156,6 +156,10 @@ class ClientSwarm:
         self._models.append(model)
         return model
 
+    def forget(self, model: DistributedModelForCausalLM) -> None:
+        """Leave it to the test to close a client."""
+        self._models.remove(model)
+
     def free_tokens(self) -> list[int]:
         """Free KV tokens of every stage."""
         return [self.loop.run(stage.executor.free_tokens()) for stage in self.stages]

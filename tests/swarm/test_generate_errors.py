@@ -308,6 +308,23 @@ def test_a_dropped_cache_frees_the_servers(
     assert all_free(swarm)
 
 
+def test_a_dropped_model_leaves_the_swarm(swarm: ClientSwarm) -> None:
+    left = threading.Event()
+    model = swarm.model()
+    leave = model._access.close
+
+    async def close() -> None:
+        await leave()
+        left.set()
+
+    model._access.close = close
+    model.generate(IDS, max_new_tokens=2, **GREEDY)
+    swarm.forget(model)
+    del model
+    gc.collect()
+    assert left.wait(5)
+
+
 def test_it_works_in_a_running_loop(model: DistributedModelForCausalLM) -> None:
     async def cell() -> torch.Tensor:
         return model.generate(IDS, max_new_tokens=3, **GREEDY)
