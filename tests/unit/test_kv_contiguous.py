@@ -178,3 +178,22 @@ def test_pools_are_written_in_and_out_of_inference_mode() -> None:
     with torch.inference_mode():
         pool.truncate(session_id(1), 0, 2)
     pool.check_integrity()
+
+
+def test_compacting_one_fork_leaves_its_sibling_distinct() -> None:
+    """Tokens moved by `keep` are no longer those the fork shared."""
+    pool = pool_of(total=2000, longest=200)
+    session = session_id(1)
+    pool.reserve(session, 2, 200)
+    noise = torch.randn((4, 2, 30, 3, 64))
+    for block in range(4):
+        pool.load(session, 0, block, *noise[block])
+    pool.fork(session, [(1, 0)])
+    pool.keep(session, 1, 20, [0, 4, 9])
+    pool.check_integrity()
+    pool.fork(session, [(0, 1)])
+    key, value = pool.export(session, 0, 2, 0, 23)
+    kept = [*range(21), 24, 29]
+    assert torch.equal(key, noise[2][0][kept])
+    assert torch.equal(value, noise[2][1][kept])
+    pool.check_integrity()

@@ -23,8 +23,8 @@ from bloombee.kv.plain import PlainPool
 
 SPAN = Span(3, 5)
 PAGE = 16
-PAGES = 40
-LONGEST = 150
+PAGES = 120
+LONGEST = 300
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 4e-2, torch.float16: 4e-3}
 HEADS = [(3, 1, 16), (6, 2, 16), (9, 1, 8), (2, 2, 24)]
 
@@ -65,8 +65,13 @@ class PoolMachine(RuleBasedStateMachine):
     def has_sequences(self) -> bool:
         return any(self.sessions.values())
 
-    @rule(sequences=st.integers(1, 5), length=st.sampled_from([17, 90, LONGEST, LONGEST]))
-    def reserve(self, sequences: int, length: int) -> None:
+    @rule(
+        sequences=st.integers(1, 5),
+        length=st.sampled_from([17, 100, LONGEST, LONGEST]),
+        filled=st.lists(st.sampled_from([0, 5, 50, 63, 64, 90, 120, 190, 250]), min_size=5),
+    )
+    def reserve(self, sequences: int, length: int, filled: list[int]) -> None:
+        """Open a session and fill it by import, so that lives need not begin at nothing."""
         self.opened += 1
         session = SessionId(self.opened.to_bytes(16, "big"))
         outcomes: list[bool] = []
@@ -77,8 +82,15 @@ class PoolMachine(RuleBasedStateMachine):
             except KVFull:
                 outcomes.append(False)
         assert outcomes[0] == outcomes[1]
-        if outcomes[0]:
-            self.sessions[session] = set(range(sequences))
+        if not outcomes[0]:
+            return
+        self.sessions[session] = set(range(sequences))
+        for sequence, tokens in zip(range(sequences), filled, strict=False):
+            for block in range(SPAN.start, SPAN.end):
+                if held := min(tokens, length - 2):
+                    _, key, value = self.numbers(held)
+                    for pool in self.pools:
+                        pool.load(session, sequence, block, key, value)
 
     @precondition(has_sequences)
     @rule(data=st.data())
@@ -244,7 +256,7 @@ class PagedMachine(PoolMachine):
 @pytest.mark.parametrize("machine", [PoolMachine, PagedMachine])
 def test_layouts_agree_with_the_plain_pool(machine: type[PoolMachine]) -> None:
     quick = settings(
-        max_examples=100,
+        max_examples=80,
         stateful_step_count=20,
         deadline=None,
         phases=[Phase.generate],  # add Phase.shrink to see a short failure: it takes minutes
