@@ -20,13 +20,9 @@ from bloombee.kv import BatchItem, KVShape, make_pool
 Step = Callable[[int], torch.Tensor]
 
 
-def pool_step(
-    args: argparse.Namespace, dtype: torch.dtype, batch: int, context: int
-) -> tuple[Step, Callable[[], object]]:
-    """Our pool's attention on one block, and `begin` with `abort`."""
-    shape = KVShape(
-        Span(0, args.blocks), args.kv_heads, args.head_size, dtype, torch.device("cpu")
-    )
+def pool_step(args: argparse.Namespace, dtype: torch.dtype, batch: int, context: int) -> Step:
+    """Our pool's attention on one block."""
+    shape = KVShape(Span(0, args.blocks), args.kv_heads, args.head_size, dtype, torch.device("cpu"))
     pool = make_pool(shape, batch * (context + 64), max_length=context + 1)
     session = SessionId(bytes(16))
     pool.reserve(session, batch, context + 1)
@@ -39,10 +35,7 @@ def pool_step(
     query = torch.randn(batch, args.heads, args.head_size).to(dtype)
     new = torch.randn(batch, args.kv_heads, args.head_size).to(dtype)
     plan = pool.begin(items)
-    return (
-        lambda block: pool.attend(plan, block, query, new, new, scaling=args.head_size**-0.5),
-        lambda: pool.abort(plan),
-    )
+    return lambda block: pool.attend(plan, block, query, new, new, scaling=args.head_size**-0.5)
 
 
 def padded_steps(
@@ -105,7 +98,7 @@ def main() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         for context in args.contexts:
             for batch in args.batches:
-                ours, _ = pool_step(args, dtype, batch, context)
+                ours = pool_step(args, dtype, batch, context)
                 sdpa, loop = padded_steps(args, dtype, batch, context)
                 best = best_us({"ours": ours, "sdpa": sdpa, "loop": loop}, args)
                 figures = " ".join(f"{figure:7.0f}" for figure in best.values())
