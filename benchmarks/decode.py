@@ -23,7 +23,7 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.worker import Answer, Job, Request
+from benchmarks.worker import Answer, Job, Request, Traffic
 from bloombee.cli.local_swarm import LocalSwarm, equal_spans
 
 BLOCKS = 30
@@ -89,12 +89,17 @@ def measure(dtype: str, options: argparse.Namespace) -> None:
                 "local 2 threads": Job(options.model, dtype, 2),
             }.items()
         }
+        tracer = stack.enter_context(
+            Worker(Job(options.model, dtype, 1, swarm.initial_peers, trace=True))
+        )
         table = Table("batch", "model", "tokens/s", "x local 1 thread", "first token s", "ms/step")
         for batch in options.batch:
             request = Request(batch, options.prompt, options.new)
             answers = interleave(workers, request, options.rounds)
             add_rows(table, batch, answers)
-            print_cost(batch, answers["swarm"], workers["swarm"].ask(replace_trace(request)))
+            traced = tracer.ask(request)
+            if traced.traffic is not None:
+                print_cost(batch, options.new, traced.traffic)
         console.print(table)
         rss = [psutil.Process(s.pid).memory_info().rss / 2**20 for s in swarm.servers]
         client = psutil.Process(workers["swarm"].process.pid).memory_info().rss / 2**20
@@ -145,27 +150,15 @@ def matching(a: Answer, b: Answer) -> str:
     return f"{same} of {total}"
 
 
-def replace_trace(request: Request) -> Request:
-    """The same request with per-stage times asked for."""
-    return msgspec.structs.replace(request, trace=True)
-
-
-def print_cost(batch: int, plain: list[Answer], traced: Answer) -> None:
+def print_cost(batch: int, steps: int, moved: Traffic) -> None:
     """Bytes per token and our own time per hop, from one traced run."""
-    tokens = batch * len(traced.step_s)
-    sent, received = traced.bytes_sent / tokens, traced.bytes_received / tokens
-    step_us = 1e6 * median(s for run in plain for s in run.step_s)
-    parts = ", ".join(
-        f"{name} {value:.0f}"
-        for name, value in zip(
-            ("compute", "queue", "codec", "in handlers", "round trip"),
-            traced.stage_us,
-            strict=False,
-        )
-    )
+    tokens = batch * steps
+    ours = (moved.round_trip_us - moved.compute_us) / (moved.stages + 1)
     console.print(
-        f"batch {batch}: client sends {sent:.0f} and receives {received:.0f} bytes a token; "
-        f"step {step_us:.0f} us; us per step summed over stages: {parts}"
+        f"batch {batch}: client sends {moved.bytes_sent / tokens:.0f} and receives "
+        f"{moved.bytes_received / tokens:.0f} bytes a token, prompt included; a step takes "
+        f"{moved.round_trip_us:.0f} us, computing {moved.compute_us:.0f}, inside servers "
+        f"{moved.in_servers_us:.0f}: [bold]{ours:.0f} us of our own a hop[/]"
     )
 
 

@@ -11,11 +11,11 @@ import importlib.util
 import sys
 import time
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import msgspec
 import torch
-
 
 DEMO_MODEL = "smollm2"
 
@@ -27,6 +27,7 @@ class Job(msgspec.Struct, frozen=True):
     dtype: str
     threads: int
     initial_peers: list[str] = []
+    trace: bool = False
 
 
 class Request(msgspec.Struct, frozen=True):
@@ -35,7 +36,17 @@ class Request(msgspec.Struct, frozen=True):
     batch: int
     prompt_tokens: int
     new_tokens: int
-    trace: bool = False
+
+
+class Traffic(msgspec.Struct, frozen=True):
+    """What a swarm client moved, and medians over decode steps in microseconds."""
+
+    bytes_sent: int
+    bytes_received: int
+    stages: int
+    round_trip_us: float = 0.0
+    compute_us: float = 0.0
+    in_servers_us: float = 0.0
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -45,9 +56,7 @@ class Answer(msgspec.Struct, frozen=True):
     decode_tokens_per_s: float
     step_s: list[float]
     ids: list[list[int]]
-    bytes_sent: int = 0
-    bytes_received: int = 0
-    stage_us: list[float] = []
+    traffic: Traffic | None = None
 
 
 class TokenClock:
@@ -65,9 +74,13 @@ def load(job: Job) -> Any:
     """The model of the job, ready to generate."""
     if job.initial_peers:
         from bloombee import AutoDistributedModelForCausalLM
+        from bloombee.config.client import ClientSettings
 
         return AutoDistributedModelForCausalLM.from_pretrained(
-            job.model, initial_peers=job.initial_peers, dtype=job.dtype
+            job.model,
+            initial_peers=job.initial_peers,
+            dtype=job.dtype,
+            settings=ClientSettings(trace=job.trace),
         )
     from transformers import AutoModelForCausalLM
 
@@ -117,20 +130,25 @@ def run(model: Any, request: Request) -> Answer:
         decode_tokens_per_s=request.batch * (len(times) - 1) / spent,
         step_s=[b - a for a, b in zip(times, times[1:], strict=False)],
         ids=out[:, request.prompt_tokens :].tolist(),
-        **traffic(model),
+        traffic=traffic(model),
     )
 
 
-def traffic(model: Any) -> dict[str, Any]:
-    """Bytes and stage times of the last session, where the model has them."""
-    report = getattr(model, "last_traffic", None)
+def traffic(model: Any) -> Traffic | None:
+    """Bytes, and step times where asked for, of the last session of a swarm client."""
+    report = getattr(model, "traffic", None)
     if report is None:
-        return {}
-    return {
-        "bytes_sent": report.bytes_sent,
-        "bytes_received": report.bytes_received,
-        "stage_us": list(report.stage_us),
-    }
+        return None
+    moved = Traffic(report.bytes_sent, report.bytes_received, len(report.streams))
+    decode = report.traces[1:]
+    if not decode:
+        return moved
+    return msgspec.structs.replace(
+        moved,
+        round_trip_us=median(trace.round_trip_us for trace in decode),
+        compute_us=median(trace.compute_us for trace in decode),
+        in_servers_us=median(sum(s.total_us for s in trace.stages) for trace in decode),
+    )
 
 
 def main() -> None:

@@ -30,6 +30,7 @@ from bloombee.client.payloads import WIRE_DTYPES
 from bloombee.client.session import RemoteSession, SessionTerms
 from bloombee.client.split import Want
 from bloombee.client.swarm_access import SwarmAccess
+from bloombee.client.traffic import Traffic
 from bloombee.core import Route
 from bloombee.errors import RequestError, Unsupported
 from bloombee.models import ModelEnds, ModelSource
@@ -49,7 +50,8 @@ class DistributedModelForCausalLM(RemoteGenerationMixin, PreTrainedModel):
     Made by `AutoDistributedModelForCausalLM.from_pretrained`. Use it as you would a
     transformers model, for inference: `generate` (greedy, sampling with `seed=`,
     beams, processors, criteria, streamers), `forward`, and
-    `with model.inference_session(max_length=...)` for several turns.
+    `with model.inference_session(max_length=...)` for several turns. `route` and
+    `traffic` are those of the session opened last.
     """
 
     base_model_prefix = "model"
@@ -65,6 +67,7 @@ class DistributedModelForCausalLM(RemoteGenerationMixin, PreTrainedModel):
         self.generation_config = source.generation_config()
         self.source = source
         self.route: Route | None = None
+        self.traffic: Traffic | None = None
         self._ends = ends
         self._access = access
         self._loop = loop
@@ -239,7 +242,7 @@ class DistributedModelForCausalLM(RemoteGenerationMixin, PreTrainedModel):
 
     async def _open(self, terms: SessionTerms) -> RemoteSession:
         session = await self._access.open(terms, self._loop.tasks)
-        self.route = session.route
+        self.route, self.traffic = session.route, session.traffic
         return session
 
     @torch.no_grad()

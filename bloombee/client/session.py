@@ -16,6 +16,7 @@ import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -32,6 +33,7 @@ from bloombee.client.links import (
 )
 from bloombee.client.payloads import decode_rows, encode_rows
 from bloombee.client.split import Part, Want, part_tokens, split
+from bloombee.client.traffic import StepTrace, Traffic
 from bloombee.config.client import ClientSettings
 from bloombee.core import PackedTable, Route
 from bloombee.core.identifiers import SESSION_ID_BYTES
@@ -47,6 +49,7 @@ from bloombee.protocol.messages import (
     Step,
     WireDtype,
 )
+from bloombee.telemetry import now_us
 from bloombee.transport.interface import Endpoint
 
 _log = logging.getLogger(__name__)
@@ -81,6 +84,7 @@ class RemoteSession:
         self.terms = terms
         self.history = History(terms.sequences)
         self.max_step_tokens = 0
+        self.traffic = Traffic([link.connection.counters for link in links])
         self._links = list(links)
         self._settings = settings
         self._session = os.urandom(SESSION_ID_BYTES)
@@ -239,9 +243,12 @@ class RemoteSession:
             want=part.wants,
             parents=part.table.parents,
             operations=operations,
+            trace=self._settings.trace,
         )
         answer: Answer = asyncio.get_running_loop().create_future()
         self._waiting[self._steps] = answer
+        if self._settings.trace:
+            answer.add_done_callback(partial(self._trace, now_us()))
         async with deadline(self._settings.step_s, f"sending a step to {self._links[0]}"):
             await self._links[0].connection.send(message, content)
         return answer
@@ -252,6 +259,11 @@ class RemoteSession:
         rows = {"all": part.table.tokens, "last": len(part.table.counts), "none": 0}[part.wants]
         shape = (rows, self.terms.hidden_size)
         return decode_rows(output.payload, content, shape, self.terms.dtype)[: part.kept]
+
+    def _trace(self, sent_us: int, answer: Answer) -> None:
+        if not answer.cancelled() and answer.exception() is None:
+            taken = StepTrace(now_us() - sent_us, answer.result()[0].timings)
+            self.traffic.traces.append(taken)
 
     def _take(self, link: StageLink, message: AnyMessage, payload: memoryview) -> None:
         match message:
@@ -289,16 +301,6 @@ class RemoteSession:
                     tasks.create_task(link.close(self._session, self._settings.close_s))
         finally:
             self._closing.set()
-
-    @property
-    def bytes_sent(self) -> int:
-        """Bytes of all frames sent to all stages so far."""
-        return sum(link.connection.counters.bytes_sent for link in self._links)
-
-    @property
-    def bytes_received(self) -> int:
-        """Bytes of all frames received from all stages so far."""
-        return sum(link.connection.counters.bytes_received for link in self._links)
 
 
 _ITEM_BYTES: dict[WireDtype, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "int32": 4}

@@ -37,3 +37,6 @@ class ClientSettings(Settings):
     route_attempts: int = Field(
         default=3, ge=1, description="routes tried when servers don't answer"
     )
+    trace: bool = Field(
+        default=False, description="ask every stage where each step's time went (model.traffic)"
+    )

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as functional
 from jaxtyping import Bool, Float, Int
-from torch.nn.attention.varlen import varlen_attn
 
 KERNEL_PAGE_TOKENS = 256
 
@@ -65,6 +64,9 @@ def attend_varlen(
     window: int | None,
 ) -> Float[torch.Tensor, "T H E"]:
     """The kernel, on CUDA."""
+    # Its module imports the compiler: two seconds that a server on CPU never needs.
+    from torch.nn.attention.varlen import varlen_attn
+
     result = varlen_attn(
         query,
         *pages,
