@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ class Checkpoint(ABC):
     """One model on disk or on a hub. Reading raises ModelError in one line."""
 
     name: str
+    gguf_path: Path | None = None
 
     @abstractmethod
     def config(self) -> PreTrainedConfig:

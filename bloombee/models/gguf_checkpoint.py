@@ -28,7 +28,7 @@ class GGUFCheckpoint(Checkpoint):
     """A GGUF file; `name` is what the user called it."""
 
     def __init__(self, path: Path, *, name: str | None = None) -> None:
-        self._path = path
+        self._path = self.gguf_path = path
         self._metadata = read_metadata(path)
         self.name = name or str(path)
 

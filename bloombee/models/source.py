@@ -41,6 +41,11 @@ class ModelSource:
         self.config._attn_implementation = register_attention()
 
     @property
+    def gguf_path(self) -> Path | None:
+        """The GGUF file, for checkpoints that are one."""
+        return self._checkpoint.gguf_path
+
+    @property
     def num_blocks(self) -> int:
         return int(self.config.num_hidden_layers)
 
