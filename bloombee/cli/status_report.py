@@ -27,6 +27,7 @@ STALE_S = 15.0
 _WIDE_BAR = 80
 _STATE_STYLES = {
     ServerState.ONLINE: "green",
+    ServerState.CHOOSING: "yellow",
     ServerState.JOINING: "yellow",
     ServerState.LEAVING: "red",
 }

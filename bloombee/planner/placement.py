@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from bloombee.core import Span
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
+
+    from bloombee.core import PeerId
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class Newcomer:
+    """A server that has yet to choose, and how many blocks it takes."""
+
+    peer: PeerId
+    capacity_blocks: int
 
 
 def choose_span(num_blocks: int, capacity_blocks: int, coverage: Sequence[float]) -> Span:
@@ -31,3 +42,22 @@ def choose_span(num_blocks: int, capacity_blocks: int, coverage: Sequence[float]
     starts = range(num_blocks - width + 1)
     best = min(starts, key=lambda start: (sorted(coverage[start : start + width]), start))
     return Span(best, best + width)
+
+
+def spread(
+    num_blocks: int, coverage: Sequence[float], newcomers: Iterable[Newcomer]
+) -> dict[PeerId, Span]:
+    """The spans of servers that choose at the same time, so that they don't all choose alike.
+
+    Each takes its turn by peer id and counts as one more server on the blocks of those
+    before it. Peers that know of the same newcomers compute the same, without a leader.
+    `coverage` holds servers per block. Raises ValueError as `choose_span` does.
+    """
+    held = list(coverage)
+    chosen: dict[PeerId, Span] = {}
+    for newcomer in sorted(newcomers):
+        span = choose_span(num_blocks, newcomer.capacity_blocks, held)
+        chosen[newcomer.peer] = span
+        for block in range(span.start, span.end):
+            held[block] += 1
+    return chosen

@@ -2,10 +2,32 @@
 
 from __future__ import annotations
 
+import asyncio
+from dataclasses import replace
+from typing import Protocol
+
 from bloombee.config.settings import ServerSettings
 from bloombee.core import Span
-from bloombee.planner.placement import choose_span
+from bloombee.planner.placement import Newcomer, choose_span, spread
+from bloombee.swarm.records import ServerRecord, ServerState
 from bloombee.swarm.view import PLANNED, SwarmSnapshot
+
+SETTLE_S = 1.0
+"""How long a choice stands open, so that servers started together see each other's."""
+
+
+class Noticeboard(Protocol):
+    """What placement needs of a swarm node."""
+
+    async def publish(self, record: ServerRecord) -> None:
+        """Make the record visible to all."""
+        ...
+
+    async def snapshot(
+        self, fingerprint: str | None = None, num_blocks: int | None = None
+    ) -> SwarmSnapshot:
+        """What others have published."""
+        ...
 
 
 def wanted_blocks(settings: ServerSettings) -> int | None:
@@ -18,10 +40,35 @@ def place(
 ) -> Span:
     """The span to serve: `--blocks`, or `capacity_blocks` of a model of `num_blocks`.
 
-    Servers that still load count as covering theirs, so that several that start
-    together spread. `snapshot` holds the servers of this model only.
+    Servers that still load count as covering theirs. `snapshot` holds the servers of
+    this model only.
     """
     if settings.blocks is not None:
         return settings.blocks
     planned = snapshot.select(states=PLANNED)
     return choose_span(num_blocks, capacity_blocks, planned.servers_per_block(num_blocks))
+
+
+def settle(record: ServerRecord, snapshot: SwarmSnapshot) -> Span:
+    """The span of `record`'s server among all those that are choosing in `snapshot`."""
+    choosing = [r for r in snapshot.records if r.state is ServerState.CHOOSING]
+    newcomers = {r.peer: Newcomer(r.peer, len(r.span)) for r in (*choosing, record)}
+    planned = snapshot.select(states=PLANNED, where=lambda other: other.peer != record.peer)
+    held = planned.servers_per_block(record.num_blocks)
+    return spread(record.num_blocks, held, newcomers.values())[record.peer]
+
+
+async def claim(record: ServerRecord, board: Noticeboard, *, fixed: bool) -> ServerRecord:
+    """Publish that the server will hold the record's span, or one that suits the swarm better.
+
+    Returns the record as published last: joining, with the span to load. A `fixed` span
+    is taken as it is, and so is one of all blocks. Raises SwarmError.
+    """
+    joining = replace(record, state=ServerState.JOINING)
+    if not fixed and len(record.span) < record.num_blocks:
+        await board.publish(replace(record, state=ServerState.CHOOSING))
+        await asyncio.sleep(SETTLE_S)
+        snapshot = await board.snapshot(record.fingerprint, record.num_blocks)
+        joining = replace(joining, span=settle(record, snapshot))
+    await board.publish(joining)
+    return joining

@@ -30,7 +30,7 @@ from bloombee.server.background import in_background
 from bloombee.server.device import choose_device, free_bytes
 from bloombee.server.executor import ExecutorSettings
 from bloombee.server.memory import Memory, MemoryPlan, plan_memory
-from bloombee.server.placement import place, wanted_blocks
+from bloombee.server.placement import claim, place, wanted_blocks
 from bloombee.server.stage import StageParts, StageServer
 from bloombee.server.validation import Limits, Offer
 from bloombee.swarm.connection import ConnectionSettings
@@ -112,8 +112,10 @@ async def run_server(
     async with _Membership(await SwarmNode.start(_node_options(settings), identity)) as member:
         opened = await in_background(partial(_open, settings))
         span = await _choose(settings, opened, member.node)
-        record = _record(opened, span, certificate)
-        await member.node.publish(record)
+        fixed = settings.blocks is not None or settings.new_swarm
+        record = await claim(_record(opened, span, certificate), member.node, fixed=fixed)
+        span = record.span
+        logger.info("blocks %s of %s; %s", span, opened.source.name, opened.memory)
         loaded = await in_background(partial(_load, opened, span))
         member.stage = _stage(settings, opened, loaded, who)
         await member.stage.start()
@@ -156,9 +158,7 @@ async def _choose(settings: ServerSettings, opened: Opened, node: SwarmNode) -> 
     """The blocks to serve, given what the swarm holds now."""
     num_blocks = opened.source.num_blocks
     snapshot = await node.snapshot(opened.fingerprint, num_blocks)
-    span = place(settings, opened.memory.blocks, num_blocks, snapshot)
-    logger.info("blocks %s of %s; %s", span, opened.source.name, opened.memory)
-    return span
+    return place(settings, opened.memory.blocks, num_blocks, snapshot)
 
 
 async def _go_online(

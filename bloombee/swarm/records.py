@@ -36,8 +36,12 @@ _Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 48)]
 
 
 class ServerState(StrEnum):
-    """Where a server is in its life: loading weights, serving, or about to go."""
+    """Where a server is in its life.
 
+    Choosing blocks (its span may still change), loading them, serving, or about to go.
+    """
+
+    CHOOSING = "choosing"
     JOINING = "joining"
     ONLINE = "online"
     LEAVING = "leaving"

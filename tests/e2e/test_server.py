@@ -84,6 +84,26 @@ def test_servers_take_what_is_missing_and_leave_at_once(folder: Path, boot: Runn
         assert records(boot.maddrs, folder) == []
 
 
+def test_servers_started_together_share_the_blocks(folder: Path, boot: Running) -> None:
+    flags = (*LOCAL, "--model", str(folder), "--initial-peers", *boot.maddrs)
+    servers = [spawn(*SERVER, *flags, "--num-blocks", "2") for _ in range(3)]
+    try:
+
+        def covered() -> bool:
+            found = records(boot.maddrs, folder)
+            return {block for r in found for block in range(r.span.start, r.span.end)} == set(
+                range(BLOCKS)
+            ) and all(r.state is ServerState.ONLINE for r in found)
+
+        wait_until(covered, START_S)
+    finally:
+        for server in servers:
+            server.terminate()
+        for server in servers:
+            server.communicate(timeout=10)
+    assert [server.returncode for server in servers] == [0, 0, 0]
+
+
 def test_the_ready_file_says_all_there_is_to_know(folder: Path, tmp_path: Path) -> None:
     ready = tmp_path / "ready.json"
     flags = ("--model", str(folder), "--new-swarm", "--ready-file", str(ready))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from bloombee.errors import SettingsError
 from bloombee.server.announcement import announced_address, announced_host, announced_name
 from bloombee.server.background import in_background
 from bloombee.server.device import choose_device, decode_tokens_per_s, free_bytes
-from bloombee.server.placement import place, wanted_blocks
+from bloombee.server.placement import place, settle, wanted_blocks
 from bloombee.server.sessions import Window
 from bloombee.server.throttle import FORGET_ABOVE, Throttle
 from bloombee.swarm.records import ServerRecord, ServerState
@@ -91,6 +92,17 @@ class TestPlacement:
         snapshot = SwarmSnapshot((*records, record(7, 10, ServerState.LEAVING)), (), 0.0)
         assert wanted_blocks(settings()) is None
         assert place(settings(num_blocks=3), 3, 10, snapshot) == Span(7, 10)
+
+    def test_those_who_choose_together_take_turns(self) -> None:
+        choosing = [
+            replace(record(0, 5, ServerState.CHOOSING), peer=PeerId(name)) for name in ("a", "b")
+        ]
+        snapshot = SwarmSnapshot((*choosing, record(0, 5, ServerState.JOINING)), (), 0.0)
+        assert settle(choosing[0], snapshot) == Span(5, 10)
+        assert settle(choosing[1], snapshot) == Span(0, 5)
+        # Its own older record, and those who already load, don't count twice.
+        mine = replace(record(0, 5), peer=PeerId("c"))
+        assert settle(mine, SwarmSnapshot((mine,), (), 0.0)) == Span(0, 5)
 
 
 class TestDevice:

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bloombee.core import Span
-from bloombee.planner.placement import choose_span
+from bloombee.core import PeerId, Span
+from bloombee.planner.placement import Newcomer, choose_span, spread
 
 
 @pytest.mark.parametrize(
@@ -56,3 +56,24 @@ def test_leaves_the_rest_of_the_swarm_as_strong_as_can_be(
 def test_nonsense_is_refused(num_blocks: int, capacity: int, coverage: list[float]) -> None:
     with pytest.raises(ValueError, match="block"):
         choose_span(num_blocks, capacity, coverage)
+
+
+def test_servers_that_start_together_spread() -> None:
+    newcomers = [Newcomer(PeerId(name), 10) for name in ("c", "a", "b", "d")]
+    chosen = spread(30, [0.0] * 30, newcomers)
+    assert {peer: str(span) for peer, span in chosen.items()} == {
+        "a": "0:10",
+        "b": "10:20",
+        "c": "20:30",
+        "d": "0:10",
+    }
+    assert spread(30, [0.0] * 30, newcomers[::-1]) == chosen
+
+
+@given(servers=st.integers(1, 9), capacity=st.sampled_from([1, 2, 3, 6]))
+def test_equal_newcomers_cover_evenly(servers: int, capacity: int) -> None:
+    newcomers = [Newcomer(PeerId(f"{i}"), capacity) for i in range(servers)]
+    chosen = spread(6, [0.0] * 6, newcomers)
+    held = [sum(block in span for span in chosen.values()) for block in range(6)]
+    rounds, rest = divmod(servers * capacity, 6)
+    assert (min(held), max(held)) == (rounds, rounds + bool(rest))
