@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from transformers import (
     AutoConfig,
@@ -38,7 +39,7 @@ class SafetensorsCheckpoint(Checkpoint):
         folder = self._folder_with_config()
         try:
             config = AutoConfig.from_pretrained(folder)
-        except (ValueError, KeyError, OSError) as error:
+        except (ValueError, KeyError, OSError, StrictDataclassError) as error:
             raise ModelError(
                 f"{self.name}: config.json can't be used: {_one_line(error)}: "
                 "check that it is a causal language model of transformers"

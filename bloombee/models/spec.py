@@ -46,13 +46,25 @@ class LayerArguments(_Strict):
     rotary: str | None = None
 
 
+class GatedLayers(_Strict):
+    """What sets a Llama-like family's layers apart, for the hand-written ones.
+
+    `window`: dotted path, from the attention module, of its sliding window.
+    `head_norms`: queries and keys are normalised per head.
+    """
+
+    window: str | None = None
+    head_norms: bool = False
+
+
 class FamilySpec(_Strict):
     """How one family of models runs packed.
 
     `positions`: `rotary` (cosines and sines handed to each layer) or `learned` (a table
     added to the embeddings; position p is its row `p + position_offset`). `attention`:
     `interface` means that the layers call transformers' attention interface. `stored_as`:
-    names of parts in checkpoints, where they differ from those in the model.
+    names of parts in checkpoints, where they differ from those in the model. `gated`: the
+    hand-written layers take the place of transformers'.
     """
 
     family: str
@@ -63,6 +75,7 @@ class FamilySpec(_Strict):
     layer_arguments: LayerArguments = LayerArguments()
     stored_as: dict[str, str] = Field(default_factory=dict)
     attention: Literal["interface"]
+    gated: GatedLayers | None = None
 
 
 class Alias(_Strict):

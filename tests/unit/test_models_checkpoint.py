@@ -150,6 +150,8 @@ def test_unknown_families_and_quantized_checkpoints_are_refused(tmp_path: Path) 
     quantized = config | {"quantization_config": {"quant_method": "gptq", "bits": 4}}
     (folder / "config.json").write_text(json.dumps(quantized))
     refused(lambda: open_source(str(folder)), "quantized", "GGUF")
+    (folder / "config.json").write_text(json.dumps(config | {"num_attention_heads": 7}))
+    refused(lambda: open_source(str(folder)), "config.json can't be used", "attention heads")
     (folder / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
     refused(lambda: open_source(str(folder)), "'gpt2'", "configs/models/gpt2.yaml")
     (folder / "config.json").write_text(json.dumps({"model_type": "no-such"}))
