@@ -76,9 +76,15 @@ class SpanModel:
         return cls(source, span, blocks, rotary, dtype=dtype, device=device)
 
     def forward(
-        self, rows: Float[torch.Tensor, "T D"], batch: Sequence[BatchItem], pool: KVPool
+        self,
+        rows: Float[torch.Tensor, "T D"],
+        batch: Sequence[BatchItem],
+        pool: KVPool,
+        span: Span | None = None,
     ) -> Float[torch.Tensor, "T D"]:
         """Run the blocks on the packed tokens of `batch`; returns rows for the next span.
+
+        `span` is a part of the blocks held (default: all of them).
 
         Writes K and V of the new tokens into `pool`. When anything fails, the pool is as
         before and the error passes through (RequestError when `batch` does not fit it).
@@ -86,13 +92,17 @@ class SpanModel:
         plan = pool.begin(batch)
         try:
             step = self._step(rows, batch, PackedStep(pool, plan))
-            for block in self._blocks:
+            for block in self._blocks_of(span or self.span):
                 rows = block(rows, step)
         except BaseException:
             pool.abort(plan)
             raise
         pool.finish(plan)
         return rows
+
+    def _blocks_of(self, span: Span) -> Sequence[Block]:
+        first = self.span.start
+        return self._blocks[span.start - first : span.end - first]
 
     def _step(
         self, rows: torch.Tensor, batch: Sequence[BatchItem], packed: PackedStep
