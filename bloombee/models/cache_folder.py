@@ -1,4 +1,4 @@
-"""The user's folder for what can be worked out again: hashes, converted GGUF metadata."""
+"""What can be worked out again (hashes, converted GGUF metadata), kept in the user's cache."""
 
 from __future__ import annotations
 
@@ -11,14 +11,9 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
-from huggingface_hub.constants import HF_HOME
+from bloombee.config.directories import cache_directory
 
 log = logging.getLogger(__name__)
-
-
-def cache_folder() -> Path:
-    """`bloombee` inside Hugging Face's home, which follows HF_HOME and XDG_CACHE_HOME."""
-    return Path(HF_HOME) / "bloombee"
 
 
 def file_key(path: Path) -> str:
@@ -45,7 +40,7 @@ def cached_folder(kind: str, key: str, build: Callable[[Path], None]) -> Path:
     Several processes may build at once; the first to finish wins. Where the cache can't
     be written the folder is a temporary one that lasts as long as the process.
     """
-    folder = cache_folder() / kind / key
+    folder = cache_directory() / kind / key
     if folder.is_dir():
         return folder
     try:

@@ -7,7 +7,6 @@ config, the tokenizer and the table of tensors are kept in the user's cache fold
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,8 +16,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from bloombee.errors import ModelError
 from bloombee.models.cache_folder import cached_folder, file_key
-
-log = logging.getLogger(__name__)
+from bloombee.telemetry import Progress
 
 HEADER = "header.json"
 # Bump when what is stored here changes.
@@ -58,7 +56,11 @@ def read_metadata(path: Path) -> GGUFMetadata:
 
 
 def _convert(path: Path, folder: Path) -> None:
-    log.info("reading %s for the first time (some seconds)", path.name)
+    with Progress(f"Reading {path.name} for the first time", None):
+        _write(path, folder)
+
+
+def _write(path: Path, folder: Path) -> None:
     try:
         reader = GGUFReader(path)
         architecture = _text(reader, "general.architecture") or ""

@@ -11,8 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
-from bloombee.models.cache_folder import cache_folder, file_key, write_atomically
-from bloombee.models.progress import Progress
+from bloombee.config.directories import cache_directory
+from bloombee.models.cache_folder import file_key, write_atomically
+from bloombee.telemetry import Progress
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +43,7 @@ def _sha256(path: Path, *, progress: Progress) -> str:
         return real.name
     if real.stat().st_size < KEPT_FROM_BYTES:
         return _read_through(real, progress)
-    record = cache_folder() / "sha256" / f"{file_key(real)}.json"
+    record = cache_directory() / "sha256" / f"{file_key(real)}.json"
     if (known := _known(record)) is not None:
         progress.advance(real.stat().st_size)
         return known

@@ -23,8 +23,9 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.utils import tqdm
 
+from bloombee.config.directories import cache_directory
 from bloombee.errors import ModelError
-from bloombee.models.cache_folder import cache_folder, write_atomically
+from bloombee.models.cache_folder import write_atomically
 from bloombee.models.files import ModelFiles
 from bloombee.models.hashing import sha256_of
 
@@ -109,7 +110,7 @@ class HubFiles(ModelFiles):
     def _remote_sha256(self) -> dict[str, str | None]:
         """SHA-256 by file name (None for small files), kept so that it is there offline too."""
         owner, _, repo = self._repo.rpartition("/")
-        record = cache_folder() / "hub" / owner / repo / f"{self._commit}.json"
+        record = cache_directory() / "hub" / owner / repo / f"{self._commit}.json"
         if record.is_file():
             return dict(json.loads(record.read_text()))
         try:

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from bloombee.errors import ModelError
-from bloombee.models.progress import Progress
 from bloombee.models.source import ModelSource
+from bloombee.telemetry import Progress
 
 
 def fill(

@@ -76,7 +76,7 @@ def fake(local: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeHu
     fake = FakeHub(local, tmp_path / "hub")
     monkeypatch.setattr(hub, "snapshot_download", fake.snapshot_download)
     monkeypatch.setattr(hub, "HfApi", lambda: fake)
-    monkeypatch.setattr("bloombee.models.cache_folder.HF_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return fake
 
 
@@ -155,3 +155,19 @@ def test_hub_trouble_is_one_line_with_the_mend(
         open_source(REPO)
     assert REPO in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_offline_and_not_cached(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="owner/none is not on this machine") as caught:
+        open_source("owner/none", cache_dir=tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_cached_snapshot_serves_offline(local: Path, tmp_path: Path) -> None:
+    repo = tmp_path / "hub" / "models--owner--tiny"
+    shutil.copytree(local, repo / "snapshots" / COMMIT)
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text(COMMIT)
+    source = open_source(REPO, cache_dir=tmp_path / "hub")
+    load(source, Span(0, BLOCKS))
+    assert source.fingerprint == open_source(str(local)).fingerprint

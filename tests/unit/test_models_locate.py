@@ -65,7 +65,7 @@ def test_wrong_names_are_refused_with_the_mend(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("bloombee.models.cache_folder.HF_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     for name in make:
         file = tmp_path / name
         file.parent.mkdir(exist_ok=True)
