@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import threading
@@ -52,6 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         await run_server(settings, report, swarm_key=swarm_key)
 
     code = run_until_stopped(PROG, serve(), uvloop.new_event_loop)
+    gc.freeze()  # else the interpreter takes seconds to look for garbage in torch
     _end_if_computing(code)
     return code
 

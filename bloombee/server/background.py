@@ -10,7 +10,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-PATIENCE_S = 2.5
+PATIENCE_S = 1.0
 
 
 async def in_background(work: Callable[[], T]) -> T:

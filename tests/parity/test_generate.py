@@ -187,7 +187,7 @@ def test_a_shared_prompt_is_computed_once(swarm: ClientSwarm, remote: Any) -> No
         )
         session = made.cache.batch.session
         made.cache.close()
-        return session.bytes_sent
+        return session.traffic.bytes_sent
 
     one, ten = sent(1), sent(10)
     row_bytes = 4 * swarm.source.hidden_size

@@ -43,12 +43,12 @@ def test_turns_of_a_session_send_only_what_is_new(
     text = prompt(1, 200)
     with remote.inference_session(max_length=400) as session:
         for turn in range(3):
-            before = session.cache.batch.session.bytes_sent if turn else 0
+            before = session.cache.batch.session.traffic.bytes_sent if turn else 0
             expected = local.generate(text, max_new_tokens=6, do_sample=False, eos_token_id=None)
             found = remote.generate(text, max_new_tokens=6, do_sample=False, eos_token_id=None)
             assert found.tolist() == expected.tolist()
             assert session.position == found.shape[1] - 1
-            sent = session.cache.batch.session.bytes_sent - before
+            sent = session.cache.batch.session.traffic.bytes_sent - before
             fresh = text.shape[1] + 5 if not turn else 15 + 6
             assert fresh * row_bytes <= sent < fresh * row_bytes + 400 * 8
             text = torch.cat((found, prompt(1, 15, seed=turn)), dim=1)
