@@ -108,7 +108,9 @@ class ClientSwarm:
                     max_length=self.source.max_length,
                 ),
                 limits=Limits(max_step_tokens=self.size.max_step_tokens),
-                executor_settings=ExecutorSettings(pass_tokens=self.size.pass_tokens),
+                executor_settings=ExecutorSettings(
+                    pass_tokens=self.size.pass_tokens, whole_prompts=self.source.whole_prompts
+                ),
             )
         )
         self.loop.run(stage.start())

@@ -237,6 +237,7 @@ class DistributedModelForCausalLM(RemoteGenerationMixin, PreTrainedModel):
             max_length,
             self.source.hidden_size,
             WIRE_DTYPES[self.dtype],
+            self.source.whole_prompts,
         )
         return self._open(terms)
 

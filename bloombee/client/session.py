@@ -61,13 +61,17 @@ Answer = asyncio.Future[tuple[Output, memoryview]]
 
 @dataclass(frozen=True, slots=True)
 class SessionTerms:
-    """What a session reserves, and the rows that travel in it: `[T, hidden_size]` of `dtype`."""
+    """What a session reserves, and the rows that travel in it: `[T, hidden_size]` of `dtype`.
+
+    With `whole_prompts` no step is split: the model rotates by the length of the call.
+    """
 
     fingerprint: str
     sequences: int
     max_length: int
     hidden_size: int
     dtype: WireDtype
+    whole_prompts: bool = False
 
 
 class RemoteSession:
@@ -116,7 +120,8 @@ class RemoteSession:
             await session.close()
             raise
         budget = settings.payload_bytes // (terms.hidden_size * _ITEM_BYTES[terms.dtype])
-        session.max_step_tokens = max(1, min(budget, *(o.max_step_tokens for o in opened)))
+        allowed = min(o.max_step_tokens for o in opened)
+        session.max_step_tokens = allowed if terms.whole_prompts else max(1, min(budget, allowed))
         for link in links:
             link.reader = tasks.create_task(link.listen(session._take, session._fail))
         return session
@@ -200,6 +205,11 @@ class RemoteSession:
             raise RequestError(
                 f"a sequence would hold {longest} tokens, the session was opened for {limit}"
             )
+        if self.terms.whole_prompts and table.tokens > self.max_step_tokens:
+            raise RequestError(
+                f"this model computes a prompt in one step, of at most {self.max_step_tokens} "
+                f"tokens here, and this one has {table.tokens}: send fewer or shorter prompts"
+            )
 
     async def _exchange(
         self,
@@ -209,7 +219,8 @@ class RemoteSession:
         want: Want,
         phase: StepPhase,
     ) -> torch.Tensor:
-        if table.tokens <= self.max_step_tokens and (phase != "prefill" or len(self._links) == 1):
+        one_stage = phase != "prefill" or len(self._links) == 1
+        if self.terms.whole_prompts or (one_stage and table.tokens <= self.max_step_tokens):
             size = table.tokens
         else:
             least = self._settings.prefill_tokens

@@ -18,14 +18,20 @@ LENGTH_DEPENDENT = ("dynamic", "longrope")
 CosSin = tuple[torch.Tensor, torch.Tensor]
 
 
+def depends_on_length(config: PreTrainedConfig) -> bool:
+    """Whether a token's rotation depends on how long the prompt is that it comes in."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    kind = str(parameters.get("rope_type", "default"))
+    return any(name in kind for name in LENGTH_DEPENDENT)
+
+
 class Rotary:
     """Cosines and sines for packed positions, from the family's own rotary module."""
 
     def __init__(self, module: torch.nn.Module, config: PreTrainedConfig) -> None:
         self._module = module
         parameters = config.rope_parameters or {}
-        kind = str(parameters.get("rope_type", "default"))
-        self.depends_on_length = any(name in kind for name in LENGTH_DEPENDENT)
+        self.depends_on_length = depends_on_length(config)
         longest = config.max_position_embeddings
         original = parameters.get("original_max_position_embeddings") or longest
         self._unscaled_length = min(int(original), int(longest))

@@ -23,6 +23,7 @@ from bloombee.models.attention import register_attention
 from bloombee.models.checkpoint import Checkpoint
 from bloombee.models.fingerprint import fingerprint_of
 from bloombee.models.locate import locate
+from bloombee.models.rotary import depends_on_length
 from bloombee.models.spec import FamilySpec, family_of
 
 
@@ -64,6 +65,11 @@ class ModelSource:
         rope = getattr(self.config, "rope_parameters", None) or {}
         stretch = float(rope.get("factor", 1)) if "dynamic" in str(rope.get("rope_type")) else 1
         return int(positions * stretch)
+
+    @property
+    def whole_prompts(self) -> bool:
+        """Whether a prompt must be computed in one step: see `rotary`."""
+        return depends_on_length(self.config)
 
     @property
     def native_dtype(self) -> torch.dtype:

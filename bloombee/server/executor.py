@@ -38,10 +38,14 @@ STOPPING = "the server is shutting down"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExecutorSettings:
-    """`threads` torch computes with; `pass_tokens` of one forward pass at most."""
+    """`threads` torch computes with; `pass_tokens` of one forward pass at most.
+
+    `whole_prompts` are not cut to that: some models rotate by the length of the call.
+    """
 
     threads: int = 1
     pass_tokens: int = 512
+    whole_prompts: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +173,8 @@ class Executor:
     def _accept(self, job: _Job | None) -> None:
         match job:
             case StepWork():
-                waiting = Waiting.of(job, self._arrivals, now_us())
+                divisible = not self._settings.whole_prompts
+                waiting = Waiting.of(job, self._arrivals, now_us(), divisible=divisible)
                 self._arrivals += 1
                 self._waiting.append(waiting)
             case _Call():

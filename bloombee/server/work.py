@@ -82,8 +82,10 @@ class Waiting:
     compute_us: int = 0
 
     @classmethod
-    def of(cls, work: StepWork, arrival: int, arrived_us: int) -> Waiting:
-        """`work` as it enters the queue."""
+    def of(
+        cls, work: StepWork, arrival: int, arrived_us: int, *, divisible: bool = True
+    ) -> Waiting:
+        """`work` as it enters the queue; a draft tree is never `divisible`."""
         item = WorkItem(
             arrival=arrival,
             session=work.session,
@@ -92,7 +94,7 @@ class Waiting:
             span=work.span,
             tokens=work.table.tokens,
             touches=work.touches,
-            divisible=work.table.parents is None,
+            divisible=divisible and work.table.parents is None,
         )
         return cls(work, item, arrived_us)
 

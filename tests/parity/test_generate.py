@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +12,9 @@ from transformers.generation.stopping_criteria import StoppingCriteria, Stopping
 from transformers.generation.streamers import BaseStreamer
 
 from bloombee.core import Span
+from bloombee.errors import RequestError
 from bloombee.models import open_source
-from tests.client_swarm import ClientSwarm
+from tests.client_swarm import ClientSwarm, Size
 from tests.generation import mixed, prompt, same_tokens
 from tests.tiny import BLOCKS, FAMILIES, reference, tiny_model
 
@@ -255,3 +257,16 @@ def test_scores_logits_and_hidden_states(local: Any, remote: Any) -> None:
 
 def test_the_tiny_models_are_cut_as_named() -> None:
     assert all(spans[-1].endswith(f":{BLOCKS}") for spans in STAGES.values())
+
+
+def test_a_long_prompt_is_not_cut_where_rotation_depends_on_its_length(tmp_path: Path) -> None:
+    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
+    path = tiny_model("llama", tmp_path, rope_parameters=rope, max_position_embeddings=64)
+    source = open_source(str(path))
+    spans = [Span.parse(text) for text in STAGES[2]]
+    with ClientSwarm(source, spans, Size(pass_tokens=32)) as swarm:
+        remote = swarm.model()
+        same_tokens(reference(path), remote, prompt(1, 150), max_new_tokens=10)
+    with ClientSwarm(source, spans, Size(max_step_tokens=100)) as swarm:
+        with pytest.raises(RequestError, match="in one step, of at most 100"):
+            swarm.model().generate(prompt(1, 150), max_new_tokens=1)
