@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -17,6 +16,9 @@ from bloombee.models import open_source
 from tests.client_swarm import ClientSwarm, Size
 from tests.generation import mixed, prompt, same_tokens
 from tests.tiny import BLOCKS, FAMILIES, reference, tiny_model
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 STAGES = {1: ["0:5"], 2: ["0:3", "3:5"], 4: ["0:1", "1:2", "2:4", "4:5"]}
 
