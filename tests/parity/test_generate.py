@@ -269,6 +269,8 @@ def test_a_long_prompt_is_not_cut_where_rotation_depends_on_its_length(tmp_path:
     with ClientSwarm(source, spans, Size(pass_tokens=32)) as swarm:
         remote = swarm.model()
         same_tokens(reference(path), remote, prompt(1, 150), max_new_tokens=10)
-    with ClientSwarm(source, spans, Size(max_step_tokens=100)) as swarm:
-        with pytest.raises(RequestError, match="in one step, of at most 100"):
-            swarm.model().generate(prompt(1, 150), max_new_tokens=1)
+    with (
+        ClientSwarm(source, spans, Size(max_step_tokens=100)) as swarm,
+        pytest.raises(RequestError, match="in one step, of at most 100"),
+    ):
+        swarm.model().generate(prompt(1, 150), max_new_tokens=1)
