@@ -61,11 +61,13 @@ async def _look(settings: StatusSettings) -> SwarmStatus:
     from bloombee.swarm.identity import Identity
     from bloombee.swarm.node import NodeOptions, SwarmNode
     from bloombee.transport.direct import DirectDialer
+    from bloombee.transport.fallback import FallbackDialer
+    from bloombee.transport.p2p import P2PDialer
 
     identity = Identity.load_or_create(None)
     options = NodeOptions(initial_peers=settings.initial_peers, client_mode=True)
     node = await SwarmNode.start(options, identity)
-    dialer = DirectDialer()
+    dialer = FallbackDialer(DirectDialer(), P2PDialer(node.control))
     try:
         snapshot = _narrow(await node.snapshot(), settings.model)
         connection = ConnectionSettings(read_swarm_key(settings.swarm_key), _ASK_DEADLINE_S)

@@ -20,7 +20,9 @@ from bloombee.swarm.connection import Connection, ConnectionSettings, connect
 from bloombee.swarm.identity import Identity
 from bloombee.swarm.node import NodeOptions, SwarmNode
 from bloombee.transport.direct import DirectDialer
+from bloombee.transport.fallback import FallbackDialer
 from bloombee.transport.interface import Endpoint
+from bloombee.transport.p2p import P2PDialer
 
 
 class AutoDistributedModelForCausalLM:
@@ -91,7 +93,7 @@ async def _join(
     """Join the DHT as a client. Raises SettingsError or SwarmError."""
     identity = Identity.load_or_create(None)
     node = await SwarmNode.start(NodeOptions(initial_peers, client_mode=True), identity)
-    dialer = DirectDialer()
+    dialer = FallbackDialer(DirectDialer(), P2PDialer(node.control))
     connecting = ConnectionSettings(swarm_key, settings.connect_s)
 
     async def to(endpoint: Endpoint) -> Connection:

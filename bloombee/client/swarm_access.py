@@ -106,4 +106,6 @@ def _endpoints(snapshot: SwarmSnapshot, peer: PeerId) -> list[Endpoint]:
     record: ServerRecord | None = snapshot.find(peer)
     if record is None:
         return []
-    return [Endpoint(record.peer, address, record.certificate_hash) for address in record.addresses]
+    # One without an address is reached through libp2p.
+    addresses = record.addresses or ("",)
+    return [Endpoint(record.peer, address, record.certificate_hash) for address in addresses]

@@ -39,7 +39,9 @@ from bloombee.swarm.node import NodeOptions, SwarmNode
 from bloombee.swarm.records import ServerRecord, ServerState
 from bloombee.transport.certificates import Certificate, load_or_create
 from bloombee.transport.direct import DirectDialer, DirectListener
+from bloombee.transport.fallback import FallbackDialer, FallbackListener
 from bloombee.transport.interface import TransportLimits
+from bloombee.transport.p2p import P2PDialer, P2PListener
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +119,7 @@ async def run_server(
         span = record.span
         logger.info("blocks %s of %s; %s", span, opened.source.name, opened.memory)
         loaded = await in_background(partial(_load, opened, span))
-        member.stage = _stage(settings, opened, loaded, who)
+        member.stage = _stage(settings, opened, loaded, who, member.node.control)
         await member.stage.start()
         serving = await _go_online(settings, member.node, member.stage, record)
         # Modules and weights are never garbage: collections skip them from here on, which
@@ -259,8 +261,9 @@ def _public_name(name: str) -> str:
 
 
 def _stage(
-    settings: ServerSettings, opened: Opened, loaded: Loaded, who: Credentials
+    settings: ServerSettings, opened: Opened, loaded: Loaded, who: Credentials, libp2p: Path
 ) -> StageServer:
+    """The stage, reached and reaching others by gRPC, and through the daemon at `libp2p`."""
     transport = TransportLimits(max_frame_bytes=settings.max_frame_bytes)
     row_bytes = opened.source.hidden_size * torch.float32.itemsize
     in_frame = (settings.max_frame_bytes - FRAME_HEAD_BYTES) // row_bytes
@@ -272,8 +275,11 @@ def _stage(
     return StageServer(
         StageParts(
             identity=who.identity,
-            listener=DirectListener(settings.host, settings.port, who.certificate, transport),
-            dialer=DirectDialer(transport),
+            listener=FallbackListener(
+                DirectListener(settings.host, settings.port, who.certificate, transport),
+                P2PListener(libp2p, who.identity.peer_id, transport),
+            ),
+            dialer=FallbackDialer(DirectDialer(transport), P2PDialer(libp2p, transport)),
             model=loaded.model,
             pool=loaded.pool,
             offer=Offer(
@@ -292,6 +298,7 @@ def _stage(
             executor_settings=ExecutorSettings(
                 threads=torch.get_num_threads() if settings.threads == "auto" else settings.threads,
                 pass_tokens=settings.max_step_tokens,
+                whole_prompts=opened.source.whole_prompts,
             ),
             connection_settings=ConnectionSettings(swarm_key=who.swarm_key),
         )

@@ -93,7 +93,9 @@ class Session:
     @property
     def next_name(self) -> str:
         """The next stage, for messages."""
-        return f"the next stage, {self.next.address}" if self.next else "no next stage"
+        if self.next is None:
+            return "no next stage"
+        return f"the next stage, {self.next.address or self.next.peer}"
 
     def attach(self, request: Attach, upstream: Connection) -> None:
         """Let `upstream` push steps into the session.

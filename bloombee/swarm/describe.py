@@ -30,8 +30,8 @@ async def describe(
 
     Raises what `connect` raises, or the error that the server answers with.
     """
-    failure: BloomBeeError = TransportError(f"{record.peer} gives no address; ask its operator")
-    for address in record.addresses:
+    failure: BloomBeeError = TransportError(f"{record.peer} can't be reached")
+    for address in record.addresses or ("",):  # without one, it is reached by its id
         endpoint = Endpoint(record.peer, address, record.certificate_hash)
         try:
             return await _ask(endpoint, dialer, identity, settings)

@@ -4,13 +4,12 @@ All of it runs in one event loop. hivemind's own `DHT` class forks a process for
 this; a fork next to torch, gRPC and notebook threads is what we avoid.
 """
 
-# hivemind ships no stubs; this is the only module that touches it.
+# hivemind ships no stubs; this is the only module of the package that touches it.
 # pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
 # pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from dataclasses import dataclass
@@ -23,18 +22,14 @@ from hivemind.dht.crypto import DHTRecord, RecordValidatorBase
 from hivemind.dht.node import DHTNode
 from hivemind.dht.routing import DHTID
 from hivemind.p2p import P2P, PeerID
-from hivemind.p2p.p2p_daemon_bindings.utils import (
-    raise_if_failed,
-    read_pbmsg_safe,
-    write_pbmsg,
-)
-from hivemind.proto import dht_pb2, p2pd_pb2
+from hivemind.proto import dht_pb2
 from hivemind.utils.logging import use_hivemind_log_handler
 from hivemind.utils.multiaddr import Multiaddr
 
 from bloombee.errors import SwarmError
 from bloombee.swarm.envelope import unseal
 from bloombee.swarm.records import MAX_LIFETIME_S
+from bloombee.transport.p2p_control import DaemonControl
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -44,9 +39,8 @@ if TYPE_CHECKING:
 
 P2PD = str(Path(hivemind.hivemind_cli.__file__).with_name("p2pd"))
 RPC_DEADLINE_S = 3.0
-# Generated modules, whose members no type checker sees.
+# A generated module, whose members no type checker sees.
 _dht: Any = dht_pb2
-_p2pd: Any = p2pd_pb2
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +85,9 @@ class OwnedValues(RecordValidatorBase):
 class Dht:
     """One DHT node. Create, use and close it in the same event loop."""
 
-    def __init__(self, p2p: P2P, node: DHTNode, control: Path, *, client_mode: bool) -> None:
+    def __init__(
+        self, p2p: P2P, node: DHTNode, control: DaemonControl, *, client_mode: bool
+    ) -> None:
         self._p2p = p2p
         self._control = control
         self._node = node
@@ -114,7 +110,7 @@ class Dht:
             cache_nearest=0,
             cache_on_store=False,
         )
-        return cls(p2p, node, daemon.control, client_mode=client_mode)
+        return cls(p2p, node, DaemonControl(daemon.control), client_mode=client_mode)
 
     @property
     def knows_peers(self) -> bool:
@@ -133,7 +129,7 @@ class Dht:
         Raises what hivemind raises when it can't be reached or doesn't answer.
         """
         peer_id = PeerID.from_base58(peer.peer)
-        await self._dial(peer_id, peer.transports)
+        await self._control.connect(peer.peer, peer.transports)
         protocol: Any = self._node.protocol
         request = _dht.PingRequest(peer=protocol.node_info, validate=not self._client_mode)
         asked_at = time.time()
@@ -141,20 +137,6 @@ class Dht:
         skew_s = reply.dht_time - (asked_at + time.time()) / 2
         await protocol.update_routing_table(DHTID.from_bytes(reply.peer.node_id), peer_id)
         return Greeting(skew_s, sees_us=bool(reply.available) or self._client_mode)
-
-    async def _dial(self, peer_id: PeerID, addresses: Sequence[str]) -> None:
-        """hivemind's own call leaks its connection to the daemon when it is cancelled."""
-        packed = [Multiaddr(address).to_bytes() for address in addresses]
-        wanted = _p2pd.ConnectRequest(peer=peer_id.to_bytes(), addrs=packed)
-        reader, writer = await asyncio.open_unix_connection(self._control)
-        try:
-            request = _p2pd.Request(type=_p2pd.Request.CONNECT, connect=wanted)
-            await write_pbmsg(writer, request)
-            response = _p2pd.Response()
-            await read_pbmsg_safe(reader, response)
-        finally:
-            writer.close()
-        raise_if_failed(response)
 
     async def find_neighbours(self) -> None:
         """Fill the routing table from the peers that are in it."""

@@ -85,6 +85,7 @@ class Membership:
         self._error: SwarmError | None = None
         self.addresses: tuple[str, ...] = ()
         self.clock_skew_s = 0.0
+        self.control = daemon.control
 
     @classmethod
     async def start(cls, options: NodeOptions, identity: Identity) -> Self:
@@ -94,7 +95,7 @@ class Membership:
         SwarmError when no initial peer answers or the clock is too far off.
         """
         peers = _others(parse_peers(options.initial_peers), identity)
-        daemon_options = _daemon_options(options, identity)
+        daemon_options = _daemon_options(options, identity, peers)
         async with contextlib.AsyncExitStack() as undo:
             if identity.path is not None:
                 undo.callback(os.close, _claim(identity.path))
@@ -115,8 +116,9 @@ class Membership:
         self.clock_skew_s = check_clock(joined, self._options.record_lifetime_s / 2)
         if not any(entry.sees_us for entry in joined):
             _log.warning(
-                "no initial peer can dial this node back; open its DHT port in the firewall, "
-                "or give the address others see with --announce"
+                "no initial peer can dial this node back: others reach it through relays, which "
+                "is slower; to change that, open its DHT port in the firewall, or give the "
+                "address others see with --announce"
             )
 
     async def run(self) -> SwarmError:
@@ -246,7 +248,19 @@ def _claim(path: Path) -> int:
     return descriptor
 
 
-def _daemon_options(options: NodeOptions, identity: Identity) -> DaemonOptions:
+def _relays(peers: Iterable[PeerAddress]) -> tuple[str, ...]:
+    """The initial peers as relays; plain TCP only, since the daemon ends at what it can't read."""
+    return tuple(
+        f"{transport}/p2p/{peer.peer}"
+        for peer in peers
+        for transport in peer.transports
+        if transport.count("/") == 4 and "/tcp/" in transport
+    )
+
+
+def _daemon_options(
+    options: NodeOptions, identity: Identity, peers: Iterable[PeerAddress]
+) -> DaemonOptions:
     port, listen, announce = options.port, None, None
     if not options.client_mode:
         listen = listen_multiaddress(options.host, port)
@@ -262,6 +276,7 @@ def _daemon_options(options: NodeOptions, identity: Identity) -> DaemonOptions:
         announce=announce,
         private_key=identity.libp2p_private_key(),
         map_ports=listen is not None and not loopback,
+        relays=() if options.client_mode else _relays(peers),
     )
 
 

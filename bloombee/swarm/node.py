@@ -36,6 +36,7 @@ _CLOSE_DEADLINE_S = 4.5
 class SwarmNode:
     """A running DHT node. `maddrs` are what others pass as initial peers.
 
+    `control` is the socket of its libp2p daemon, for the streams of `transport.p2p`.
     Every call has a deadline and raises DeadlineExceeded after it. `clock_skew_s` is
     how far the clocks of the initial peers are ahead of ours.
     """
@@ -46,6 +47,7 @@ class SwarmNode:
         self.peer_id: PeerId = identity.peer_id
         self.maddrs = member.addresses
         self.clock_skew_s = member.clock_skew_s
+        self.control = member.control
         self._deadline_s = options.call_deadline_s
         self._member = member
         self._thread = thread

@@ -1,4 +1,4 @@
-"""A dialer that tries the direct way first and another when that fails."""
+"""Two ways to a peer: the direct one first, and another when that fails."""
 
 from __future__ import annotations
 
@@ -9,22 +9,50 @@ from typing import TYPE_CHECKING
 from bloombee.errors import TransportError
 
 if TYPE_CHECKING:
-    from bloombee.transport.interface import Dialer, Endpoint, Stream
+    from bloombee.transport.interface import Dialer, Endpoint, Listener, Stream, StreamHandler
 
 _log = logging.getLogger(__name__)
 
 
-class FallbackDialer:
-    """`Dialer` over two: `first` gets half of the deadline, `second` the rest.
+class FallbackListener:
+    """`Listener` over two, known by the address of `first`."""
 
-    An endpoint where `first` failed is dialed by `second` at once for `retry_first_s`;
-    a peer behind NAT would otherwise cost that half of the deadline each time. A wrong
-    certificate (AuthError) is no reason to look for another way.
-    """
-
-    def __init__(self, first: Dialer, second: Dialer, retry_first_s: float = 60.0) -> None:
+    def __init__(self, first: Listener, second: Listener) -> None:
         self._first = first
         self._second = second
+
+    @property
+    def address(self) -> str:
+        """`host:port` of the direct way."""
+        return self._first.address
+
+    async def start(self, handler: StreamHandler) -> None:
+        """Begin to accept on both ways; raises what the one that fails raises."""
+        await self._first.start(handler)
+        await self._second.start(handler)
+
+    async def stop(self, grace_s: float) -> None:
+        """Accept no more, wait up to `grace_s` for handlers, then cancel them."""
+        async with asyncio.TaskGroup() as stopping:
+            stopping.create_task(self._first.stop(grace_s))
+            stopping.create_task(self._second.stop(grace_s))
+
+
+class FallbackDialer:
+    """`Dialer` over two: `first` gets `first_s` of a deadline, at most half; `second` the rest.
+
+    An endpoint that `second` reached after `first` had failed is dialed by `second` at
+    once for `retry_first_s`: a peer behind NAT would otherwise cost `first_s` each time.
+    One without an address always is. A wrong certificate (AuthError) is no reason to
+    look for another way.
+    """
+
+    def __init__(
+        self, first: Dialer, second: Dialer, *, first_s: float = 3.0, retry_first_s: float = 60.0
+    ) -> None:
+        self._first = first
+        self._second = second
+        self._first_s = first_s
         self._retry_first_s = retry_first_s
         self._failed_at_s: dict[Endpoint, float] = {}
 
@@ -32,22 +60,28 @@ class FallbackDialer:
         """A new stream by either way; raises what `second` raises, naming both failures."""
         loop = asyncio.get_running_loop()
         started_s = loop.time()
-        failed_at_s = self._failed_at_s.get(endpoint)
-        reason = "it failed before"
-        if failed_at_s is None or started_s - failed_at_s > self._retry_first_s:
+        failure = self._known_failure(endpoint, started_s)
+        if not failure:
             try:
-                stream = await self._first.dial(endpoint, deadline_s / 2)
+                return await self._first.dial(endpoint, min(deadline_s / 2, self._first_s))
             except TransportError as error:
-                self._failed_at_s[endpoint] = loop.time()
-                reason = str(error)
-                _log.info("no direct way to %s (%s): trying another", endpoint.peer, reason)
-            else:
-                self._failed_at_s.pop(endpoint, None)
-                return stream
+                failure = str(error)
+            _log.info("no direct way to %s (%s): trying libp2p", endpoint.peer, failure)
+            self._failed_at_s[endpoint] = loop.time()
         try:
             return await self._second.dial(endpoint, deadline_s - (loop.time() - started_s))
         except TransportError as error:
-            raise type(error)(f"{error}; the direct way: {reason}") from None
+            # It may have been away altogether; next time the better way has its chance again.
+            self._failed_at_s.pop(endpoint, None)
+            raise type(error)(f"{error}; the direct way: {failure}") from None
+
+    def _known_failure(self, endpoint: Endpoint, now_s: float) -> str:
+        """Why there's no point in dialing `endpoint` directly; empty when there is."""
+        if not endpoint.address:
+            return "it gives no address"
+        since_s = now_s - self._retry_first_s
+        self._failed_at_s = {key: at for key, at in self._failed_at_s.items() if at > since_s}
+        return "it failed before" if endpoint in self._failed_at_s else ""
 
     async def close(self) -> None:
         """Close both."""

@@ -1,37 +1,40 @@
 """Streams over libp2p: the way to peers behind NAT, through relays and punched holes.
 
 Slower than the direct transport (MEASURED 2), so a fallback. The libp2p daemon
-encrypts and knows both peers by their keys; our own hello follows all the same.
+encrypts from end to end and knows both peers by their keys. Our own hello follows all
+the same, signed over the certificate hash of the server's record, as on a direct
+stream: it names the server it is for, and libp2p has proven that it went there, so no
+other peer, relays included, ever holds one that a server would take.
 On the daemon's byte stream each frame is preceded by its length in four bytes,
 little endian; a stream that ends without the end frame has broken.
 """
 
-# hivemind ships no type stubs.
-# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
-# pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
-
 from __future__ import annotations
 
 import asyncio
+import logging
+import secrets
 from typing import TYPE_CHECKING
-
-from hivemind.p2p import P2P, PeerID
-from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError, P2PHandlerError
 
 from bloombee.errors import DeadlineExceeded, ProtocolError, TransportError
 from bloombee.transport import serving
 from bloombee.transport.interface import END, Endpoint, StreamHandler, TransportLimits
+from bloombee.transport.p2p_control import FAILURES, DaemonControl, read_opener
 from bloombee.transport.pumped import PumpedStream
 from bloombee.transport.tasks import TaskOwner
 from bloombee.transport.window import WindowKeeper
 
 if TYPE_CHECKING:
-    from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
+    from pathlib import Path
 
 PROTOCOL = "bloombee/stream/1"
 
 _HEAD_BYTES = 4
-_FAILURES = (OSError, P2PDaemonError, P2PHandlerError, asyncio.IncompleteReadError)
+_DAEMON_S = 2.0
+"""For the daemon on this machine to answer what needs no network."""
+_REASON_CHARACTERS = 300
+"""Of what the daemon says, which is a line for each address that it tried."""
+_log = logging.getLogger(__name__)
 
 
 class P2PWire:
@@ -65,7 +68,7 @@ class P2PWire:
                     f"of {self._max_frame_bytes}"
                 )
             frame = await self._reader.readexactly(size)
-        except _FAILURES as error:
+        except FAILURES as error:
             raise self._broken(error) from None
         return None if frame == END else frame
 
@@ -75,7 +78,7 @@ class P2PWire:
             self._writer.write(len(frame).to_bytes(_HEAD_BYTES, "little"))
             self._writer.write(frame)
             await self._writer.drain()
-        except _FAILURES as error:
+        except FAILURES as error:
             raise self._broken(error) from None
 
     async def finish(self) -> None:
@@ -95,50 +98,70 @@ class P2PWire:
 
 
 class P2PListener:
-    """Accepts streams that come through our libp2p daemon."""
+    """Accepts streams that come through the libp2p daemon at `control`, which is `peer`.
 
-    def __init__(self, p2p: P2P, limits: TransportLimits | None = None) -> None:
-        self._p2p = p2p
+    The daemon hands each stream over on a Unix socket beside its control socket, to
+    the event loop that started the listener; idle it costs nothing.
+    """
+
+    def __init__(self, control: Path, peer: str, limits: TransportLimits | None = None) -> None:
+        self._daemon = DaemonControl(control)
+        self._socket = control.with_name(f"streams-{secrets.token_hex(4)}.sock")
+        self._peer = peer
         self._limits = limits or TransportLimits()
         self._windows = WindowKeeper(self._limits)
         self._handlers = TaskOwner()
         self._pumps = TaskOwner()
         self._handler: StreamHandler | None = None
+        self._server: asyncio.Server | None = None
 
     @property
     def address(self) -> str:
-        """Our peer id: libp2p knows the way."""
-        return str(self._p2p.peer_id)
+        """None: libp2p finds the way by the peer's id."""
+        return ""
 
     @property
     def endpoint(self) -> Endpoint:
         """What others dial."""
-        return Endpoint(self.address, self.address)
+        return Endpoint(self._peer, self.address)
 
     async def start(self, handler: StreamHandler) -> None:
-        """Begin to accept; raises TransportError when the daemon refuses."""
+        """Begin to accept; raises TransportError when the daemon refuses or is gone."""
         self._handler = handler
         try:
-            await self._p2p.add_binary_stream_handler(PROTOCOL, self._accept)
-        except _FAILURES as error:
-            raise TransportError(f"the libp2p daemon refuses our handler: {error}") from None
+            async with asyncio.timeout(_DAEMON_S):
+                self._server = await asyncio.start_unix_server(self._accept, self._socket)
+                await self._daemon.accept_streams(PROTOCOL, self._socket)
+        except FAILURES as error:
+            raise TransportError(
+                f"the libp2p daemon takes no handler for streams: {error or 'no answer'}; "
+                "restart this process"
+            ) from None
 
     async def stop(self, grace_s: float) -> None:
         """Accept no more, wait up to `grace_s` for handlers, then cancel them."""
         self._handler = None
+        if self._server is None:
+            return
+        server, self._server = self._server, None
         try:
-            await self._p2p.remove_binary_stream_handler(PROTOCOL)
-        except _FAILURES as error:
-            raise TransportError(f"the libp2p daemon keeps our handler: {error}") from None
-        finally:
-            await self._handlers.stop(grace_s)
-            await self._pumps.stop(self._limits.linger_s)
-            self._windows.close()
+            async with asyncio.timeout(_DAEMON_S):
+                await self._daemon.refuse_streams(PROTOCOL, self._socket)
+        except FAILURES as error:  # it has ended, and accepts no more either
+            _log.debug("the libp2p daemon was not told that we stop: %r", error)
+        server.close()
+        await self._handlers.stop(grace_s)
+        await self._pumps.stop(self._limits.linger_s)
+        self._windows.close()
 
-    async def _accept(
-        self, stream_info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
-        remote = stream_info.peer_id.to_base58()
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            async with asyncio.timeout(_DAEMON_S):
+                remote = await read_opener(reader)
+        except FAILURES as error:
+            _log.debug("the libp2p daemon handed over no stream: %r", error)
+            writer.transport.abort()
+            return
         wire = P2PWire(remote, reader, writer, self._limits.max_frame_bytes)
         if self._handler is None:
             wire.cancel()
@@ -149,10 +172,10 @@ class P2PListener:
 
 
 class P2PDialer:
-    """Opens streams through our libp2p daemon, to peers it can find."""
+    """Opens streams through the libp2p daemon at `control`, to peers it can find."""
 
-    def __init__(self, p2p: P2P, limits: TransportLimits | None = None) -> None:
-        self._p2p = p2p
+    def __init__(self, control: Path, limits: TransportLimits | None = None) -> None:
+        self._daemon = DaemonControl(control)
         self._limits = limits or TransportLimits()
         self._windows = WindowKeeper(self._limits)
         self._pumps = TaskOwner()
@@ -168,14 +191,14 @@ class P2PDialer:
             raise TransportError("the dialer is closed")
         try:
             async with asyncio.timeout(deadline_s):
-                peer = PeerID.from_base58(endpoint.peer)
-                _, reader, writer = await self._p2p.call_binary_stream_handler(peer, PROTOCOL)
+                reader, writer = await self._daemon.open_stream(endpoint.peer, PROTOCOL)
         except TimeoutError:
             raise DeadlineExceeded(
                 f"{endpoint.peer} did not answer over libp2p within {deadline_s:g} s"
             ) from None
-        except (*_FAILURES, ValueError) as error:
-            raise TransportError(f"can't reach {endpoint.peer} over libp2p: {error}") from None
+        except (*FAILURES, ValueError) as error:
+            why = " ".join(str(error).split())[:_REASON_CHARACTERS]
+            raise TransportError(f"can't reach {endpoint.peer} over libp2p: {why}") from None
         wire = P2PWire(endpoint.peer, reader, writer, self._limits.max_frame_bytes)
         stream = PumpedStream(wire, self._windows.window(endpoint.peer), self._limits)
         self._streams.add(stream)

@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 
 import pytest
-from hivemind.p2p import P2P
+import uvloop
 
-from bloombee.errors import BloomBeeError, ProtocolError, RequestError, TransportError
+from bloombee.errors import AuthError, BloomBeeError, ProtocolError, RequestError, TransportError
+from bloombee.swarm.connection import ConnectionSettings, accept, connect
 from bloombee.swarm.identity import Identity
+from bloombee.swarm.node import NodeOptions, SwarmNode
 from bloombee.transport.interface import Endpoint, Stream, TransportLimits
 from bloombee.transport.p2p import P2PDialer, P2PListener
 
@@ -21,16 +23,19 @@ Case = Callable[[P2PDialer, Endpoint, list[object]], Awaitable[None]]
 
 
 @asynccontextmanager
-async def daemons() -> AsyncIterator[tuple[P2P, P2P]]:
-    here = ["/ip4/127.0.0.1/tcp/0"]
-    server = await P2P.create(host_maddrs=here)
-    peers = await server.get_visible_maddrs()
-    client = await P2P.create(host_maddrs=here, initial_peers=peers)
+async def nodes(keys: tuple[Identity, Identity]) -> AsyncIterator[tuple[SwarmNode, SwarmNode]]:
+    """One that listens, and one that only asks, as clients do."""
+    ours, theirs = keys
+    server = await SwarmNode.start(NodeOptions(), theirs)
     try:
-        yield server, client
+        options = NodeOptions(initial_peers=server.maddrs, client_mode=True)
+        client = await SwarmNode.start(options, ours)
+        try:
+            yield server, client
+        finally:
+            await client.close()
     finally:
-        await client.shutdown()
-        await server.shutdown()
+        await server.close()
 
 
 async def served(stream: Stream, heard: list[object]) -> None:
@@ -107,6 +112,34 @@ async def nobody_is_refused(dialer: P2PDialer, endpoint: Endpoint, heard: list[o
             await dialer.dial(replace(endpoint, peer=peer), 5.0)
 
 
+async def greet(server: SwarmNode, client: SwarmNode, keys: tuple[Identity, Identity]) -> None:
+    """A hello is good for the certificate that the server's record names, and no other."""
+    ours, theirs = keys
+    accepted: list[object] = []
+
+    async def serve(stream: Stream) -> None:
+        try:
+            connection = await accept(stream, theirs, b"right", settings=ConnectionSettings())
+        except AuthError as error:
+            accepted.append(type(error))
+            raise
+        accepted.append((connection.remote, stream.remote))
+        await connection.close()
+
+    listener = P2PListener(server.control, server.peer_id, LIMITS)
+    await listener.start(serve)
+    dialer = P2PDialer(client.control, LIMITS)
+    for shown in (b"right", b"wrong"):
+        endpoint = replace(listener.endpoint, certificate_hash=shown)
+        connection = await connect(dialer, endpoint, ours, settings=ConnectionSettings())
+        with suppress(AuthError):
+            assert await connection.receive(5.0) is None
+        await connection.close()
+    assert accepted == [(client.peer_id, client.peer_id), AuthError]
+    await dialer.close()
+    await listener.stop(0.0)
+
+
 CASES: tuple[Case, ...] = (
     frames_come_back,
     the_end_comes_after_the_frames,
@@ -116,27 +149,26 @@ CASES: tuple[Case, ...] = (
 )
 
 
-# hivemind leaves the socket of a refused dial to the garbage collector, which then complains.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.filterwarnings("ignore::ResourceWarning")
-@pytest.mark.filterwarnings("ignore:path is deprecated:DeprecationWarning")
 def test_the_contract_over_libp2p() -> None:
     # One pair of daemons for all cases: starting them is what takes time.
     async def main() -> None:
-        async with daemons() as (server, client):
+        keys = Identity.load_or_create(None), Identity.load_or_create(None)
+        async with nodes(keys) as (server, client):
             heard: list[object] = []
-            listener = P2PListener(server, LIMITS)
+            listener = P2PListener(server.control, server.peer_id, LIMITS)
             await listener.start(lambda stream: served(stream, heard))
             for case in CASES:
                 heard.clear()
-                dialer = P2PDialer(client, LIMITS)
+                dialer = P2PDialer(client.control, LIMITS)
                 async with asyncio.timeout(20.0):
                     await case(dialer, listener.endpoint, heard)
                 await dialer.close()
-            small = P2PListener(server, replace(LIMITS, max_frame_bytes=1000))
+            small = P2PListener(
+                server.control, server.peer_id, replace(LIMITS, max_frame_bytes=1000)
+            )
             await listener.stop(0.0)
             await small.start(lambda stream: served(stream, heard))
-            dialer, heard[:] = P2PDialer(client, LIMITS), []
+            dialer, heard[:] = P2PDialer(client.control, LIMITS), []
             stream = await dialer.dial(small.endpoint, 5.0)
             await stream.send([b"listen"])
             await stream.send([bytes(1001)])
@@ -144,8 +176,12 @@ def test_the_contract_over_libp2p() -> None:
                 await stream.receive()
             await asyncio.sleep(0.1)
             assert heard == [ProtocolError]
-            await dialer.close()
             await small.stop(0.0)
+            with pytest.raises(TransportError, match="libp2p"):
+                await dialer.dial(small.endpoint, 5.0)
+            await dialer.close()
+            await greet(server, client, keys)
 
-    asyncio.run(main())
+    # The loop that servers and clients run; the nodes have their own in threads.
+    uvloop.run(main())
     gc.collect()
