@@ -128,5 +128,17 @@ def check_positions(position_ids: torch.Tensor, packing: Packing, first: list[in
         )
 
 
+def check_ids(tokens: Tokens, vocabulary: int) -> None:
+    """Raise RequestError for an id that the embeddings have no row for."""
+    if tokens.ids is None or not len(tokens.ids):
+        return
+    for token in (int(tokens.ids.min()), int(tokens.ids.max())):
+        if not 0 <= token < vocabulary:
+            raise RequestError(
+                f"token id {token} is outside the model's vocabulary of {vocabulary}: "
+                "use the model's own tokenizer"
+            )
+
+
 def _shape(tensor: torch.Tensor) -> str:
     return f"{list(tensor.shape)} of {tensor.dtype}"

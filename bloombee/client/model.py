@@ -22,7 +22,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from bloombee.client.batch import Backend, BatchTerms, RemoteBatch, Tokens
 from bloombee.client.cache import RemoteCache
-from bloombee.client.inputs import Inputs, check_positions, read_inputs
+from bloombee.client.inputs import Inputs, check_ids, check_positions, read_inputs
 from bloombee.client.loop import LoopThread
 from bloombee.client.model_generation import RemoteGenerationMixin
 from bloombee.client.packing import Packing
@@ -85,6 +85,10 @@ class DistributedModelForCausalLM(RemoteGenerationMixin, PreTrainedModel):
     def dtype(self) -> torch.dtype:
         """Type of rows and logits."""
         return self._ends.dtype
+
+    def get_input_embeddings(self) -> torch.nn.Module:
+        """What turns ids into `inputs_embeds`, for prompts of embeddings."""
+        return self._ends.embeddings
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The model's tokenizer. Raises ModelError when it has none."""
@@ -203,7 +207,9 @@ class DistributedModelForCausalLM(RemoteGenerationMixin, PreTrainedModel):
             return known.to(self.dtype)[:, None].expand(-1, 1 if last_only else own.columns, -1)
         prompt = batch.columns == 0 or own.columns > 1
         want: Want = "last" if last_only else "all"
-        rows = batch.advance(packing, own.tokens(packing), want, "prefill" if prompt else "decode")
+        tokens = own.tokens(packing)
+        check_ids(tokens, self.source.vocab_size)
+        rows = batch.advance(packing, tokens, want, "prefill" if prompt else "decode")
         normed = self._ends.norm(rows.to(self.device))
         if last_only:
             return packing.unpack_last(normed, carried)[:, None]
@@ -214,8 +220,11 @@ class DistributedModelForCausalLM(RemoteGenerationMixin, PreTrainedModel):
     def new_cache(self, terms: BatchTerms) -> RemoteCache:
         """An empty cache; its session opens with the first tokens.
 
-        Raises RequestError when `terms` ask for longer rows than the model takes.
+        Raises RequestError when `terms` ask for longer rows than the model takes, or
+        the model is closed.
         """
+        if not self._closer.alive:
+            raise RequestError("the model is closed: load it again with from_pretrained")
         self.check_length(terms.max_length)
         limit = self.source.max_length
         backend = Backend(self._opening, self._embed, self._loop, limit)
@@ -272,12 +281,16 @@ class DistributedModelForCausalLM(RemoteGenerationMixin, PreTrainedModel):
         _unsupported("saving", "copy the model's own files")
 
 
+# Read by stopping criteria and assistants; `generate` hands them on to `forward` all the same.
+_READ = ("tokenizer", "assistant_tokenizer")
+
+
 def _refuse(unknown: dict[str, Any], inputs_embeds: torch.Tensor | None) -> None:
     if unknown.pop("output_attentions", None):
         _unsupported("output_attentions", "attention weights never leave the servers; leave it out")
     if inputs_embeds is not None and inputs_embeds.requires_grad and torch.is_grad_enabled():
         _unsupported("gradients", "detach the embeddings, or call it under torch.no_grad()")
-    given = [name for name, value in unknown.items() if value is not None]
+    given = [name for name, value in unknown.items() if value is not None and name not in _READ]
     if given:
         raise RequestError(f"forward does not take {', '.join(given)}: leave it out")
 

@@ -55,6 +55,11 @@ class ModelEnds:
             present = {name: make_invariant(module, {}) for name, module in present.items()}
         return cls(source, present)
 
+    @property
+    def embeddings(self) -> nn.Module:
+        """The module that looks up token embeddings."""
+        return self._embed
+
     def embed(
         self, ids: Int[torch.Tensor, "T"], positions: Int[torch.Tensor, "T"]
     ) -> Float[torch.Tensor, "T D"]:

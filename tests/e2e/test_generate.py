@@ -104,6 +104,17 @@ def test_beams_and_sampling(local: Any, remote: Any) -> None:
     assert found.tolist() == expected.tolist()
 
 
+@pytest.mark.parametrize("beams", [1, 2])
+def test_a_stop_string_ends_the_text(local: Any, remote: Any, beams: int) -> None:
+    tokenizer = remote.tokenizer()
+    ids = tokenizer("Once upon a time there was a", return_tensors="pt").input_ids
+    arguments = {"max_new_tokens": 40, "do_sample": False, "num_beams": beams}
+    stopping = {"stop_strings": ["."], "tokenizer": tokenizer}
+    expected = local.generate(ids, **arguments, **stopping)
+    assert expected.shape[1] < ids.shape[1] + 40
+    assert remote.generate(ids, **arguments, **stopping).tolist() == expected.tolist()
+
+
 # Commands ------------------------------------------------------------------------------------
 
 

@@ -151,6 +151,7 @@ def test_forward_of_embeddings_and_as_a_tuple(local: Any, remote: Any) -> None:
 def test_generate_from_embeddings(local: Any, remote: Any) -> None:
     embeds = local.get_input_embeddings()(prompt(1, 9)).detach()
     expected = local.generate(inputs_embeds=embeds, max_new_tokens=6, do_sample=False)
+    embeds = remote.get_input_embeddings()(prompt(1, 9))
     found = remote.generate(inputs_embeds=embeds, max_new_tokens=6, do_sample=False)
     assert found.tolist() == expected.tolist()
 

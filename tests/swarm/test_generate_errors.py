@@ -226,6 +226,8 @@ def test_full_servers_say_so(swarm: ClientSwarm, model: DistributedModelForCausa
         (lambda m: m(), RequestError, "either input_ids or inputs_embeds"),
         (lambda m: m(IDS.float()), RequestError, "integers"),
         (lambda m: m(IDS[:, :0]), RequestError, "empty"),
+        (lambda m: m(IDS + 300), RequestError, "token id 305 is outside"),
+        (lambda m: m.generate(IDS - 6, max_new_tokens=2), RequestError, "token id -1 is outside"),
         (lambda m: m(inputs_embeds=torch.zeros(1, 2, 48).requires_grad_()), Unsupported, "gradie"),
         (lambda m: m.train(), Unsupported, "training"),
         (lambda m: m.resize_token_embeddings(9), Unsupported, "resizing"),
@@ -323,6 +325,14 @@ def test_a_dropped_model_leaves_the_swarm(swarm: ClientSwarm) -> None:
     del model
     gc.collect()
     assert left.wait(5)
+
+
+def test_a_closed_model_says_so(model: DistributedModelForCausalLM) -> None:
+    model.generate(IDS, max_new_tokens=2, **GREEDY)
+    model.close()
+    for call in (model, lambda ids: model.generate(ids, max_new_tokens=2)):
+        with pytest.raises(RequestError, match="the model is closed"):
+            call(IDS)
 
 
 def test_it_works_in_a_running_loop(model: DistributedModelForCausalLM) -> None:
