@@ -89,6 +89,7 @@ class LoopThread:
         self._loop = uvloop.new_event_loop()
         self._ready = threading.Event()
         self._closed = False
+        self._process = os.getpid()
         self._thread = threading.Thread(target=self._serve, name="bloombee-client", daemon=True)
         self._thread.start()
         self._ready.wait()
@@ -117,8 +118,8 @@ class LoopThread:
 
     @property
     def is_open(self) -> bool:
-        """Whether coroutines can still be run."""
-        return not self._closed
+        """Whether coroutines can still be run: not closed, and in the process that started it."""
+        return not self._closed and self._process == os.getpid()
 
     def run(
         self,
@@ -130,12 +131,12 @@ class LoopThread:
         `undo` disposes of a result that an interrupt kept from the caller. Raises what
         the coroutine raises; KeyboardInterrupt when this thread is interrupted (the
         coroutine is cancelled first); RequestError when called in the loop's own
-        thread, which would wait for itself, or when the loop was closed.
+        thread, which would wait for itself, in a forked child, which has no such thread,
+        or when the loop was closed.
         """
-        if self._closed or threading.current_thread() is self._thread:
+        if not self.is_open or threading.current_thread() is self._thread:
             coroutine.close()
-            where = "the client is closed" if self._closed else "called from the client's own loop"
-            raise RequestError(f"can't wait for the swarm here: {where}")
+            raise RequestError(f"can't wait for the swarm here: {self._obstacle()}")
         call = _Call(coroutine)
         self._loop.call_soon_threadsafe(call.start, self._tasks)
         try:
@@ -149,14 +150,19 @@ class LoopThread:
 
     def post(self, coroutine: Coroutine[Any, Any, object]) -> None:
         """Start `coroutine` and don't wait: what finalizers use. Drops it once closed."""
-        if self._closed:
+        if not self.is_open:
             coroutine.close()
             return
         self._loop.call_soon_threadsafe(_Call(coroutine).start, self._tasks)
 
+    def _obstacle(self) -> str:
+        if self._process != os.getpid():
+            return "this process was forked after the model was loaded; load the model in it"
+        return "the client is closed" if self._closed else "called from the client's own loop"
+
     def close(self) -> None:
         """Cancel all tasks and end the thread; waits for a few seconds at most."""
-        if self._closed:
+        if not self.is_open:
             return
         self._closed = True
         self._loop.call_soon_threadsafe(self._stop.set)

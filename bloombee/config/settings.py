@@ -125,7 +125,10 @@ class SamplingSettings(Settings):
 
     max_new_tokens: PositiveInt = Field(default=128, description="tokens to generate at most")
     temperature: float = Field(
-        default=0.0, ge=0, description="0 takes the most likely token; higher is more varied"
+        default=0.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="0 takes the most likely token; higher is more varied",
     )
     top_p: float = Field(
         default=1.0,
@@ -133,7 +136,7 @@ class SamplingSettings(Settings):
         le=1,
         description="sample only from the most likely tokens that add up to this",
     )
-    seed: Annotated[int, Field(ge=0)] | None = Field(
+    seed: Annotated[int, Field(ge=0, lt=2**64)] | None = Field(
         default=None, description="makes sampling repeatable"
     )
     chat: bool = Field(

@@ -155,6 +155,28 @@ def test_an_interpreter_with_pending_work_ends_at_once() -> None:
     assert ended - float(at) < 5
 
 
+def test_a_forked_child_is_refused_instead_of_waiting_for_ever() -> None:
+    program = (
+        "import asyncio, os, signal\n"
+        "from bloombee.client.loop import shared_loop\n"
+        "loop = shared_loop()\n"
+        "if not os.fork():\n"
+        "    signal.alarm(20)\n"
+        "    try: loop.run(asyncio.sleep(0))\n"
+        "    except Exception as error: print(type(error).__name__, error, flush=True)\n"
+        "    loop.close()\n"
+        "    os._exit(0)\n"
+        "print(os.wait()[1], loop.run(asyncio.sleep(0, 'ok')))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=100
+    )
+    refused, ended = done.stdout.splitlines()
+    assert refused.startswith("RequestError ")
+    assert "forked" in refused
+    assert (ended, done.stderr) == ("0 ok", "")
+
+
 def test_a_handoff_costs_little(loop: LoopThread) -> None:
     async def nothing() -> None:
         return
