@@ -10,7 +10,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from bloombee.cli.local_swarm import LocalSwarm, equal_spans
-from bloombee.cli.serving import FAILED
+from bloombee.cli.serving import FAILED, reader_gone
 from bloombee.config.environment import use_passive_threads
 from bloombee.config.flags import parse
 from bloombee.config.settings import DemoSettings
@@ -43,6 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return INTERRUPTED
+    except BrokenPipeError:
+        return reader_gone()
     return 0
 
 

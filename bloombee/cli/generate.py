@@ -7,7 +7,7 @@ import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from bloombee.cli.serving import FAILED, read_swarm_key
+from bloombee.cli.serving import FAILED, read_swarm_key, reader_gone
 from bloombee.config.environment import use_passive_threads
 from bloombee.config.flags import parse
 from bloombee.config.settings import GenerateSettings
@@ -34,6 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return INTERRUPTED
+    except BrokenPipeError:
+        return reader_gone()
     return 0
 
 

@@ -69,6 +69,18 @@ def read_swarm_key(path: Path | None) -> bytes | None:
     return key
 
 
+def reader_gone() -> int:
+    """The exit code when whoever read the output (`| head`) is gone.
+
+    What is left of the output goes nowhere, or the interpreter's last flush would
+    fail as well.
+    """
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
+    return 128 + signal.SIGPIPE
+
+
 def run_until_stopped(
     prog: str, work: Coroutine[Any, Any, None], loop_factory: LoopFactory | None = None
 ) -> int:

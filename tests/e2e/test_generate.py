@@ -155,6 +155,24 @@ def test_the_command_prints_what_local_generates(
     assert (streamed.stdout, streamed.stderr) == (answer["text"] + "\n", "")
 
 
+def test_a_reader_that_goes_ends_it_quietly(swarm: LocalSwarm) -> None:
+    asked = ("--model", MODEL, "--max-new-tokens", "40", "Why do bees dance?")
+    with subprocess.Popen(
+        [sys.executable, "-m", "bloombee.cli.generate", *asked, "--initial-peers"]
+        + swarm.initial_peers,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.read(1)
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == 128 + signal.SIGPIPE
+
+
 def test_mistakes_are_one_line() -> None:
     usage = command("generate", "--model", MODEL, "hello")
     assert usage.returncode == 2
