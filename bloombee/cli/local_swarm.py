@@ -148,6 +148,7 @@ class LocalSwarm:
         dht = Child("dht", "bloombee.cli.dht", (*local, "--dht-port", "0"), folder)
         self.children.append(dht)
         self.dht = dht.wait_ready(self._deadline_s)
+        self._report(f"starting {len(self.spans)} servers")
         for index, span in enumerate(self.spans):
             flags = ("--model", self.model, "--blocks", span, "--initial-peers", *self.dht.maddrs)
             self.children.append(

@@ -63,6 +63,12 @@ class DhtSettings(ListenSettings):
 
     dht_port: Port = Field(default=31337, description="port of the DHT node; 0 takes a free one")
 
+    @model_validator(mode="after")
+    def _no_key(self) -> DhtSettings:
+        if self.swarm_key is not None:
+            raise ValueError("--swarm-key is for servers and clients; a DHT node needs none")
+        return self
+
 
 class ServerSettings(ListenSettings):
     """`bloombee-server`."""

@@ -111,6 +111,10 @@ def test_a_positional_setting_has_a_default() -> None:
     )
 
 
+def test_a_dht_node_takes_no_key_that_it_would_not_use() -> None:
+    assert "servers and clients" in _complaint(DhtSettings, "--swarm-key", "file")
+
+
 def test_switches_have_two_directions() -> None:
     assert read(DemoSettings, ["--json"]).json_output
     assert not read(DemoSettings, ["--no-chat"]).chat
