@@ -25,6 +25,8 @@ from bloombee.transport.interface import Endpoint
 
 _log = logging.getLogger(__name__)
 
+TRY_AGAIN = "try again: another route is taken if other servers hold these blocks"
+
 Connect = Callable[[Endpoint], Awaitable[Connection]]
 """Opens an authenticated connection, under a deadline of its own."""
 
@@ -95,7 +97,7 @@ class StageLink:
         fail: Callable[[BloomBeeError], None],
     ) -> None:
         """Hand everything that arrives to `take`, until the stream ends; then call `fail`."""
-        ended = TransportError(f"the connection to {self} ended")
+        ended = TransportError(f"the connection to {self} ended; {TRY_AGAIN}")
         try:
             while (received := await self.connection.receive()) is not None:
                 if isinstance(received[0], Closed):
@@ -103,7 +105,8 @@ class StageLink:
                 else:
                     take(self, *received)
         except BloomBeeError as error:
-            ended = type(error)(f"{self}: {error}")
+            mend = f"; {TRY_AGAIN}" if isinstance(error, TransportError) else ""
+            ended = type(error)(f"{self}: {error}{mend}")
         finally:
             self.closed.set()
             fail(ended)
