@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from bloombee.cli.local_swarm import LocalSwarm, equal_spans
 from bloombee.cli.serving import FAILED, reader_gone
-from bloombee.config.environment import use_passive_threads
+from bloombee.config.environment import use_passive_threads, use_quiet_grpc
 from bloombee.config.flags import parse
 from bloombee.config.settings import DemoSettings
 from bloombee.errors import BloomBeeError, SettingsError
@@ -32,6 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         DemoSettings, argv, prog=PROG, description="Start a swarm on this machine and ask it."
     )
     use_passive_threads()
+    use_quiet_grpc()
     configure_logging(settings.log_level)
     # So that a plain `kill` also stops what was started.
     signal.signal(signal.SIGTERM, signal.default_int_handler)

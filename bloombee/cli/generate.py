@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from bloombee.cli.serving import FAILED, read_swarm_key, reader_gone
-from bloombee.config.environment import use_passive_threads
+from bloombee.config.environment import use_passive_threads, use_quiet_grpc
 from bloombee.config.flags import parse
 from bloombee.config.settings import GenerateSettings
 from bloombee.errors import BloomBeeError
@@ -25,6 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code."""
     settings = parse(GenerateSettings, argv, prog=PROG, description="Generate a text with a swarm.")
     use_passive_threads()
+    use_quiet_grpc()
     configure_logging(settings.log_level)
     try:
         generate(settings)

@@ -9,7 +9,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from bloombee.cli.serving import ReadyReport, read_swarm_key, run_until_stopped, write_ready_file
-from bloombee.config.environment import use_passive_threads
+from bloombee.config.environment import use_passive_threads, use_quiet_grpc
 from bloombee.config.flags import parse
 from bloombee.config.settings import ServerSettings
 from bloombee.telemetry import configure_logging
@@ -28,6 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ServerSettings, argv, prog=PROG, description="Serve a part of a model to a swarm."
     )
     use_passive_threads()
+    use_quiet_grpc()
     configure_logging(settings.log_level)
     # torch and transformers take seconds to import: not for --help or a wrong flag.
     import uvloop

@@ -11,6 +11,9 @@ import os
 # with three servers on two cores they cost 80 to 90 % of the speed.
 PASSIVE_THREADS = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}
 
+# Else strangers who knock with anything but TLS write the log full, a line each.
+QUIET_GRPC = {"GRPC_VERBOSITY": "ERROR"}
+
 
 def variable(name: str) -> str | None:
     """What the environment says; an empty variable counts as unset."""
@@ -23,6 +26,15 @@ def use_passive_threads() -> None:
     Modifies the environment of this process. What the user set stays.
     """
     for name, value in PASSIVE_THREADS.items():
+        os.environ.setdefault(name, value)
+
+
+def use_quiet_grpc() -> None:
+    """Keep gRPC from printing handshakes that fail; call it before grpc is imported.
+
+    Modifies the environment of this process. What the user set stays.
+    """
+    for name, value in QUIET_GRPC.items():
         os.environ.setdefault(name, value)
 
 

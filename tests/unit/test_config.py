@@ -11,7 +11,12 @@ from pydantic import ValidationError
 
 from bloombee import __version__
 from bloombee.config.directories import cache_directory, state_directory
-from bloombee.config.environment import child_environment, use_passive_threads, variable
+from bloombee.config.environment import (
+    child_environment,
+    use_passive_threads,
+    use_quiet_grpc,
+    variable,
+)
 from bloombee.config.files import config_path, read_settings, read_yaml
 from bloombee.config.flags import parse, read
 from bloombee.config.settings import (
@@ -293,3 +298,6 @@ def test_children_get_passive_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     use_passive_threads()
     assert variable("OMP_WAIT_POLICY") == "PASSIVE"
     assert variable("GOMP_SPINCOUNT") == "7"
+    monkeypatch.delenv("GRPC_VERBOSITY", raising=False)
+    use_quiet_grpc()
+    assert variable("GRPC_VERBOSITY") == "ERROR"
