@@ -276,6 +276,7 @@ def _daemon_options(
         announce=announce,
         private_key=identity.libp2p_private_key(),
         map_ports=listen is not None and not loopback,
+        public=announce is not None,
         relays=() if options.client_mode else _relays(peers),
     )
 

@@ -95,7 +95,7 @@ def test_a_node_with_an_announced_address_relays_to_one_that_listens_nowhere(
 ) -> None:
     """Behind a real NAT the daemon finds that out from its peers; on loopback it can't."""
     command = daemon._command
-    size = 10_000  # A relay that doesn't know itself to be public ends a circuit at 128 KiB.
+    size = 1 << 18  # A relay that isn't told that it is public ends a circuit at 128 KiB.
 
     async def echo(stream: Stream) -> None:
         while (frame := await stream.receive()) is not None:
