@@ -13,7 +13,7 @@ NAME = "bloombee"
 def cache_directory() -> Path:
     """For what can be made again (converted weights, measurements). May not exist yet."""
     if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / NAME
+        return _home() / "Library" / "Caches" / NAME
     if sys.platform == "win32":
         return _base("LOCALAPPDATA", "AppData/Local") / NAME / "cache"
     return _base("XDG_CACHE_HOME", ".cache") / NAME
@@ -22,7 +22,7 @@ def cache_directory() -> Path:
 def state_directory() -> Path:
     """For what should last (identities). May not exist yet."""
     if sys.platform == "darwin":
-        return Path.home() / "Library" / "Application Support" / NAME
+        return _home() / "Library" / "Application Support" / NAME
     if sys.platform == "win32":
         return _base("LOCALAPPDATA", "AppData/Local") / NAME / "state"
     return _base("XDG_STATE_HOME", ".local/state") / NAME
@@ -33,4 +33,12 @@ def _base(name: str, fallback: str) -> Path:
     named = variable(name)
     if named is not None and Path(named).is_absolute():
         return Path(named)
-    return Path.home() / fallback
+    return _home() / fallback
+
+
+def _home() -> Path:
+    """The user's folder; `/` for a user without one, as in containers; only root writes there."""
+    try:
+        return Path.home()
+    except RuntimeError:
+        return Path("/")

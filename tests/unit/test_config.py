@@ -287,6 +287,17 @@ def test_directories_follow_xdg(monkeypatch: pytest.MonkeyPatch) -> None:
     assert state_directory() == Path("/home/bee/.local/state/bloombee")
 
 
+def test_a_user_without_a_home_gets_folders_that_only_root_can_write(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", home)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert cache_directory().parent.parent == Path("/")
+
+
 def test_children_get_passive_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
     monkeypatch.setenv("GOMP_SPINCOUNT", "7")
