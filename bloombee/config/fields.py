@@ -41,9 +41,16 @@ def _announced(value: str) -> str:
     return value
 
 
+def _text(value: str) -> str:
+    if any("\ud800" <= letter <= "\udfff" for letter in value):
+        raise ValueError("a prompt is text in UTF-8")  # argv keeps other bytes as surrogates
+    return value
+
+
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
+Prompt = Annotated[str, AfterValidator(_text), Flag(positional=True)]
 Blocks = Annotated[Span, BeforeValidator(_span), Flag(metavar="START:END")]
 Peer = Annotated[str, AfterValidator(_peer)]
 Peers = Annotated[tuple[Peer, ...], Flag(metavar="MADDR", item="/.+")]

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from bloombee.config.base import Flag, Settings
+from bloombee.config.base import Settings
 from bloombee.config.fields import (
     Announced,
     Blocks,
@@ -18,6 +18,7 @@ from bloombee.config.fields import (
     Peers,
     Port,
     PositiveInt,
+    Prompt,
 )
 
 
@@ -154,9 +155,7 @@ class SamplingSettings(Settings):
 class GenerateSettings(NetworkSettings, SamplingSettings):
     """`bloombee-generate`."""
 
-    prompt: Annotated[str, Flag(positional=True)] = Field(
-        description="the text to answer or continue"
-    )
+    prompt: Prompt = Field(description="the text to answer or continue")
     model: ModelName = Field(description="the model that the swarm serves")
     dtype: DtypeName = Field(
         default="auto", description="type of the client's own weights and activations"
@@ -173,7 +172,7 @@ class GenerateSettings(NetworkSettings, SamplingSettings):
 class DemoSettings(SamplingSettings):
     """`scripts/demo`."""
 
-    prompt: Annotated[str, Flag(positional=True)] = Field(
+    prompt: Prompt = Field(
         default="In three sentences: why do bees dance?", description="the text to answer"
     )
     servers: PositiveInt = Field(

@@ -171,6 +171,19 @@ def test_complaints_about_flags(argv: list[str], complaint: str) -> None:
     assert _complaint(ServerSettings, *NEW, *argv) == complaint
 
 
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (("hi", "--temperature", "inf"), "--temperature: should be a finite number"),
+        (("hi", "--seed", str(2**64)), "--seed: should be less than 18446744073709551616"),
+        (("\udcff",), "prompt: a prompt is text in UTF-8"),
+    ],
+)
+def test_what_sampling_cannot_take_is_refused(words: tuple[str, ...], named: str) -> None:
+    told = _complaint(GenerateSettings, *words, "--model", "m", "--initial-peers", PEER)
+    assert told.startswith(named)
+
+
 def test_complaints_about_what_is_missing() -> None:
     assert _complaint(ServerSettings, "--new-swarm") == "--model is required"
     assert _complaint(ServerSettings, "--model", "m").startswith("give --initial-peers MADDR ...")
