@@ -54,13 +54,17 @@ class ServerStatus:
 
 @dataclass(frozen=True, slots=True)
 class ModelStatus:
-    """One model: `coverage` counts the serving peers of each block."""
+    """One model: `coverage` counts the serving peers of each block.
+
+    `silent` are the blocks that only servers hold which did not answer just now.
+    """
 
     model: str
     fingerprint: str
     num_blocks: int
     coverage: tuple[int, ...]
     missing: tuple[str, ...]
+    silent: tuple[str, ...]
     servers: tuple[ServerStatus, ...]
 
 
@@ -91,12 +95,16 @@ def _model(
 ) -> ModelStatus:
     here = snapshot.select(fingerprint=entry.fingerprint)
     serving = here.select(states=SERVING)
+    heard = serving.select(where=lambda r: not isinstance(answers.get(r.peer), Exception))
+    missing = tuple(str(span) for span in serving.missing(entry.num_blocks))
+    unheard = tuple(str(span) for span in heard.missing(entry.num_blocks))
     return ModelStatus(
         entry.model,
         entry.fingerprint,
         entry.num_blocks,
         serving.servers_per_block(entry.num_blocks),
-        tuple(str(span) for span in serving.missing(entry.num_blocks)),
+        missing,
+        () if missing else unheard,
         tuple(_server(r, answers.get(r.peer), snapshot.taken_at_s) for r in here.records),
     )
 
@@ -174,6 +182,8 @@ def _heading(model: ModelStatus) -> Text:
     text.append(coverage_bar(model.coverage), "cyan")
     if model.missing:
         text.append(f"  missing {', '.join(model.missing)}", "bold red")
+    elif model.silent:
+        text.append(f"  no answer for {', '.join(model.silent)}", "bold yellow")
     else:
         text.append("  complete", "green")
     return text

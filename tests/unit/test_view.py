@@ -134,6 +134,16 @@ def test_status_names_what_is_missing_and_who_is_off() -> None:
     assert "bbbbbbbb" in unasked and "refused; try again" in unasked
 
 
+def test_status_does_not_call_complete_what_nobody_answered_for() -> None:
+    records = [server("a", 0, 20), server("b", 10, 30)]
+    answers = {PeerId("b"): TransportError("refused")}
+    (model,) = report(assemble(records, [], NOW_S), answers, clock_skew_s=0.0).models
+    assert model.missing == ()
+    assert model.silent == ("20:30",)
+    (model,) = report(assemble(records, [], NOW_S), {}, clock_skew_s=0.0).models
+    assert model.silent == ()
+
+
 def test_our_own_skew_is_no_one_elses_fault() -> None:
     snapshot = assemble([server("a", published_at_s=NOW_S + 7)], [], NOW_S)
     assert report(snapshot, {}, clock_skew_s=7.5).warnings == ()
