@@ -70,8 +70,13 @@ def plan_memory(
 ) -> MemoryPlan:
     """Blocks and KV of a server of a model with `num_blocks`; None means: as many as fit.
 
-    Raises SettingsError when not even that fits, naming what would.
+    Raises SettingsError when not even that fits, naming what would, and for more
+    blocks than the model has.
     """
+    if wanted_blocks is not None and wanted_blocks > num_blocks:
+        raise SettingsError(
+            f"--num-blocks {wanted_blocks}: the model has {num_blocks}; ask for at most those"
+        )
     room = kv_tokens or ROOM_TOKENS
     if wanted_blocks is None:
         blocks = min(num_blocks, memory.usable_bytes // memory.bytes_of(1, room))

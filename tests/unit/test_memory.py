@@ -90,3 +90,8 @@ def test_sizes() -> None:
         "2.0 MB",
         "3.0 TB",
     ]
+
+
+def test_more_blocks_than_the_model_has_are_refused() -> None:
+    with pytest.raises(SettingsError, match="--num-blocks 9: the model has 8"):
+        plan_memory(memory(), num_blocks=8, wanted_blocks=9, kv_tokens=None)
