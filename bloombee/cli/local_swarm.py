@@ -1,12 +1,14 @@
 """A swarm of processes on this machine: what the demo, the benchmarks and tests start.
 
 Every child is a real console script, started as a user would, and is ended by
-pid when the block is left, whatever happened inside it.
+pid when the block is left, whatever happened inside it; on Linux also when the
+thread that started it ends without leaving the block.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -19,10 +21,12 @@ from pathlib import Path
 from typing import Self
 
 from bloombee.errors import SwarmError
+from bloombee.swarm import tether
 
 Report = Callable[[str], None]
 _POLL_S = 0.05
 _TAIL_LINES = 12
+_TETHERED = (sys.executable, "-I", "-S", str(tether.__file__), "signal")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +50,8 @@ class Child:
         self._ready_file = folder / f"{name}.json"
         self._started = time.monotonic()
         command = [sys.executable, "-m", module, *arguments, "--ready-file", str(self._ready_file)]
+        if sys.platform == "linux":  # else a killed parent leaves them running
+            command = [*_TETHERED, str(os.getpid()), "-1", *command]
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
