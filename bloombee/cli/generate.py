@@ -59,8 +59,10 @@ def generate(settings: GenerateSettings) -> None:
         if settings.json_output:
             print(json.dumps(asdict(answer(model, settings.prompt, settings))))
         else:
-            answer(model, settings.prompt, settings, stream)
-            print()
+            try:
+                answer(model, settings.prompt, settings, stream)
+            finally:
+                print()  # an error starts on a line of its own
     finally:
         model.close()
 
