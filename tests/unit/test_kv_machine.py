@@ -25,7 +25,10 @@ SPAN = Span(3, 5)
 PAGE = 16
 PAGES = 120
 LONGEST = 300
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 4e-2, torch.float16: 4e-3}
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-1, torch.float16: 1.25e-2}
+"""Scores reach 8 or so here. In 16 bits they are rounded before the softmax (as transformers'
+own attention does), in bfloat16 by up to 2**-6: a weight is then off by 1.6 %, and a result by
+up to twice that times the spread of values, about 4. The plain pool computes in float32."""
 HEADS = [(3, 1, 16), (6, 2, 16), (9, 1, 8), (2, 2, 24)]
 
 
