@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 _READY = b"Peer Addrs:"
 _TAIL_BYTES = 2048
 _KILL_AFTER_S = 2.0
+_EXIT_POLLS, _EXIT_POLL_S = 100, 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +117,11 @@ class Daemon:
     async def ended(self) -> None:
         """Return when the daemon has ended, for whatever reason."""
         await self._output.ended.wait()
+        # Its output closes a moment before the kernel has its exit code.
+        for _ in range(_EXIT_POLLS):
+            if self._process.poll() is not None:
+                return
+            await asyncio.sleep(_EXIT_POLL_S)
 
     async def stop(self) -> None:
         """End the daemon, by force after two seconds; removes its sockets. Never raises."""

@@ -185,6 +185,8 @@ class P2PDialer:
     async def dial(self, endpoint: Endpoint, deadline_s: float) -> PumpedStream:
         """A new stream to `endpoint.peer`, whatever its address.
 
+        libp2p may open one on what it remembers of the peer; where that has stopped
+        accepting since, the first `receive` raises TransportError.
         Raises TransportError (also for a malformed peer id) or DeadlineExceeded.
         """
         if self._closed:

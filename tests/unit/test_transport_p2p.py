@@ -177,8 +177,9 @@ def test_the_contract_over_libp2p() -> None:
             await asyncio.sleep(0.1)
             assert heard == [ProtocolError]
             await small.stop(0.0)
-            with pytest.raises(TransportError, match="libp2p"):
-                await dialer.dial(small.endpoint, 5.0)
+            # libp2p may assume the protocol that it knew the peer by: then reading fails.
+            with pytest.raises(TransportError):
+                await (await dialer.dial(small.endpoint, 5.0)).receive()
             await dialer.close()
             await greet(server, client, keys)
 
