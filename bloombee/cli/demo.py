@@ -10,11 +10,11 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from bloombee.cli.local_swarm import LocalSwarm, equal_spans
-from bloombee.cli.serving import FAILED, reader_gone
+from bloombee.cli.serving import run_to_end
 from bloombee.config.environment import use_passive_threads, use_quiet_grpc
 from bloombee.config.flags import parse
 from bloombee.config.settings import DemoSettings
-from bloombee.errors import BloomBeeError, SettingsError
+from bloombee.errors import SettingsError
 from bloombee.telemetry import Stopwatch, configure_logging
 
 if TYPE_CHECKING:
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from bloombee.client.auto import LocalShare
 
 PROG = "scripts/demo"
-INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -36,17 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     configure_logging(settings.log_level)
     # So that a plain `kill` also stops what was started.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        run(settings)
-    except BloomBeeError as error:
-        print(f"{PROG}: {error}", file=sys.stderr)
-        return FAILED
-    except KeyboardInterrupt:
-        print(file=sys.stderr)
-        return INTERRUPTED
-    except BrokenPipeError:
-        return reader_gone()
-    return 0
+    return run_to_end(PROG, lambda: run(settings))
 
 
 def run(settings: DemoSettings) -> None:

@@ -7,18 +7,16 @@ import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from bloombee.cli.serving import FAILED, read_swarm_key, reader_gone
+from bloombee.cli.serving import read_swarm_key, run_to_end
 from bloombee.config.environment import use_passive_threads, use_quiet_grpc
 from bloombee.config.flags import parse
 from bloombee.config.settings import GenerateSettings
-from bloombee.errors import BloomBeeError
 from bloombee.telemetry import configure_logging
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 PROG = "bloombee-generate"
-INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -27,17 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     use_passive_threads()
     use_quiet_grpc()
     configure_logging(settings.log_level)
-    try:
-        generate(settings)
-    except BloomBeeError as error:
-        print(f"{PROG}: {error}", file=sys.stderr)
-        return FAILED
-    except KeyboardInterrupt:
-        print(file=sys.stderr)
-        return INTERRUPTED
-    except BrokenPipeError:
-        return reader_gone()
-    return 0
+    return run_to_end(PROG, lambda: generate(settings))
 
 
 def generate(settings: GenerateSettings) -> None:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     LoopFactory = Callable[[], asyncio.AbstractEventLoop]
 
 FAILED = 1
+INTERRUPTED = 130
 MIN_KEY_BYTES = 16
 
 
@@ -79,6 +80,25 @@ def reader_gone() -> int:
     os.dup2(nowhere, sys.stdout.fileno())
     os.close(nowhere)
     return 128 + signal.SIGPIPE
+
+
+def run_to_end(prog: str, work: Callable[[], None]) -> int:
+    """Run `work`, which ends by itself; returns the exit code.
+
+    Errors of the tree become one line on standard error; Ctrl-C and a reader that went
+    away end quietly.
+    """
+    try:
+        work()
+    except BloomBeeError as error:
+        print(f"{prog}: {error}", file=sys.stderr)
+        return FAILED
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        return reader_gone()
+    return 0
 
 
 def run_until_stopped(
