@@ -166,13 +166,9 @@ class ContiguousPool(KVPool):
         scaling: float,
         window: int | None = None,
     ) -> Float[torch.Tensor, "T H E"]:
-        plan = _own(plan)
-        layer = block - self.shape.span.start
-        if query.shape[0] != plan.tokens or not 0 <= layer < self._arena.shape.blocks:
-            raise RequestError(
-                f"{query.shape[0]} tokens on block {block}: the step has {plan.tokens}, "
-                f"the pool holds blocks {self.shape.span}"
-            )
+        plan, layer = _own(plan), self.shape.layer(block)
+        if query.shape[0] != plan.tokens:
+            raise RequestError(f"{query.shape[0]} tokens, the step has {plan.tokens}")
         self._arena.flat_keys[layer][plan.writes] = key
         self._arena.flat_values[layer][plan.writes] = value
         kind = (query.shape[1], window)
@@ -197,7 +193,9 @@ class ContiguousPool(KVPool):
         self, session: SessionId, sequence: int, block: int, start: int, stop: int
     ) -> tuple[Float[torch.Tensor, "N K E"], Float[torch.Tensor, "N K E"]]:
         held = self._ledger.exported(session, sequence, start, stop)
-        kept = self._arena.slot(held.place)[:, self._layer(block), :, start:stop]  # [2, K, N, E]
+        kept = self._arena.slot(held.place)[
+            :, self.shape.layer(block), :, start:stop
+        ]  # [2, K, N, E]
         keys, values = kept.transpose(1, 2).contiguous()
         return keys, values
 
@@ -209,17 +207,12 @@ class ContiguousPool(KVPool):
         key: Float[torch.Tensor, "N K E"],
         value: Float[torch.Tensor, "N K E"],
     ) -> None:
-        layer = self._layer(block)
+        layer = self.shape.layer(block)
         held = self._ledger.loaded(session, sequence, block, key.shape[0])
         slot = self._arena.slot(held.place)[:, layer, :, : key.shape[0]]
         slot[0] = key.transpose(0, 1)
         slot[1] = value.transpose(0, 1)
         self._ledger.note_loaded(held, block, key.shape[0], len(self.shape.span))
-
-    def _layer(self, block: int) -> int:
-        if block not in self.shape.span:
-            raise RequestError(f"block {block} is not among the blocks {self.shape.span} held here")
-        return block - self.shape.span.start
 
     def check_integrity(self) -> None:
         self._ledger.check()

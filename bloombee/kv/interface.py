@@ -21,6 +21,7 @@ import torch
 from jaxtyping import Float
 
 from bloombee.core import PackedTable, SessionId, Span
+from bloombee.errors import RequestError
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,12 @@ class KVShape:
     def bytes_per_token(self) -> int:
         """Bytes that one token takes on all blocks of the span."""
         return 2 * len(self.span) * self.kv_heads * self.head_size * self.dtype.itemsize
+
+    def layer(self, block: int) -> int:
+        """Where `block` stands in the span. Raises RequestError when it is not in it."""
+        if block not in self.span:
+            raise RequestError(f"block {block} is not among the blocks {self.span} held here")
+        return block - self.span.start
 
 
 @dataclass(frozen=True, slots=True)

@@ -198,7 +198,7 @@ class PagedPool(KVPool):
         scaling: float,
         window: int | None = None,
     ) -> Float[torch.Tensor, "T H E"]:
-        plan, layer = _current(plan), self._layer(block)
+        plan, layer = _current(plan), self.shape.layer(block)
         if query.shape[0] != plan.writes.shape[0]:
             raise RequestError(f"{query.shape[0]} tokens, the step has {plan.writes.shape[0]}")
         self._tokens[0, layer][plan.writes] = key
@@ -233,7 +233,7 @@ class PagedPool(KVPool):
     ) -> tuple[Float[torch.Tensor, "N K E"], Float[torch.Tensor, "N K E"]]:
         held = self._ledger.exported(session, sequence, start, stop)
         places = self._upload(self._places(held, range(start, stop)))
-        keys, values = self._tokens[:, self._layer(block), places]
+        keys, values = self._tokens[:, self.shape.layer(block), places]
         return keys, values
 
     def load(
@@ -244,18 +244,13 @@ class PagedPool(KVPool):
         key: Float[torch.Tensor, "N K E"],
         value: Float[torch.Tensor, "N K E"],
     ) -> None:
-        layer, tokens = self._layer(block), key.shape[0]
+        layer, tokens = self.shape.layer(block), key.shape[0]
         held = self._ledger.loaded(session, sequence, block, tokens)
         self._own(held, 0, tokens)
         places = self._upload(self._places(held, range(tokens)))
         self._tokens[0, layer][places] = key
         self._tokens[1, layer][places] = value
         self._ledger.note_loaded(held, block, tokens, len(self.shape.span))
-
-    def _layer(self, block: int) -> int:
-        if block not in self.shape.span:
-            raise RequestError(f"block {block} is not among the blocks {self.shape.span} held here")
-        return block - self.shape.span.start
 
     def check_integrity(self) -> None:
         self._ledger.check()
