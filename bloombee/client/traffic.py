@@ -21,11 +21,6 @@ class StepTrace:
         """What the stages spent computing, together."""
         return sum(stage.compute_us for stage in self.stages)
 
-    @property
-    def between_us(self) -> float:
-        """What the step spent outside the servers: wire, transport and this client."""
-        return self.round_trip_us - sum(stage.total_us for stage in self.stages)
-
 
 @dataclass(frozen=True, slots=True)
 class Traffic:

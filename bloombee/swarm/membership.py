@@ -202,11 +202,6 @@ class Membership:
         decoded = (decode_server(value.owner, value.sealed, now_s) for value in found)
         return [record for record in decoded if record and record.fingerprint in wanted]
 
-    def kill(self) -> None:
-        """End the daemon at once, from any thread."""
-        self._closing = True
-        self._daemon.kill()
-
     async def close(self) -> None:
         """Withdraw what is published, leave, end the daemon; takes 4 s at most. Never raises."""
         self._closing = True

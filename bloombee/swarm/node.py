@@ -109,15 +109,6 @@ class SwarmNode:
         """Wait until the libp2p daemon ends; returns what happened. Also returns at `close`."""
         return await asyncio.shield(asyncio.wrap_future(self._lost))
 
-    def abandon(self) -> None:
-        """End thread and daemon at once, without a word to the swarm; never raises.
-
-        For finalizers and other places that can't wait. Records expire by themselves.
-        """
-        self._closed = True
-        self._thread.stop(deadline_s=1.0)
-        self._member.kill()
-
     async def close(self) -> None:
         """Withdraw, leave the swarm and end the daemon, within 5 s. May be repeated."""
         if self._closed:
