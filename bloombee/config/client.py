@@ -18,7 +18,34 @@ class ClientSettings(Settings):
         default=10.0, description="to reach a server and agree on who is who"
     )
     open_s: Seconds = Field(default=20.0, description="for all stages to open and link a session")
-    step_s: Seconds = Field(default=180.0, description="for the answer to one step")
+    step_s: Seconds = Field(
+        default=180.0, description="for the answer to one step, recovery included"
+    )
+    request_s: Seconds = Field(
+        default=3600.0, description="for one call of generate or forward in total"
+    )
+    stage_s: Seconds = Field(
+        default=60.0, description="for one stage to compute a step before another takes its place"
+    )
+    heartbeat_s: Seconds = Field(
+        default=0.5, description="between the signs of life that every stage is asked for"
+    )
+    silence_s: Seconds = Field(
+        default=4.0, description="of silence after which a stage counts as lost"
+    )
+    recovery_s: Seconds = Field(
+        default=60.0,
+        description="to replace lost stages, and for servers of missing blocks to join",
+    )
+    queue_s: float = Field(
+        default=30.0, ge=0, description="to wait for KV on servers that are full"
+    )
+    backoff_s: Seconds = Field(
+        default=0.5, description="for which a server that failed is left out, doubled each time"
+    )
+    backoff_cap_s: Seconds = Field(
+        default=30.0, description="for which a server that failed is left out at most"
+    )
     close_s: Seconds = Field(
         default=2.0, description="for servers to confirm that a session is closed"
     )

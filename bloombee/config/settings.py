@@ -102,6 +102,36 @@ class ServerSettings(ListenSettings):
         default=2048, description="tokens computed in one pass; longer prompts are split"
     )
     max_sessions: PositiveInt = Field(default=256, description="sessions served at a time")
+    max_sessions_per_peer: PositiveInt = Field(
+        default=64, description="sessions that one peer may hold at a time"
+    )
+    max_tokens_per_peer: PositiveInt | Literal["auto"] = Field(
+        default="auto", description="KV tokens that one peer may reserve; auto is all there are"
+    )
+    max_wait_s: float = Field(
+        default=60.0, ge=0, description="longest that a request may queue for KV, in seconds"
+    )
+    park_idle_s: float = Field(
+        default=5.0,
+        gt=0,
+        description="idle time after which a session may lose its place to one that waits; "
+        "what it holds is kept aside and comes back with its next step",
+    )
+    park_bytes: int = Field(
+        default=1 << 30,
+        ge=0,
+        description="host memory for the KV of sessions that lost their place",
+    )
+    lease_s: float = Field(
+        default=30.0,
+        gt=0,
+        description="how long the session of a silent client is kept, in seconds",
+    )
+    drain_s: float = Field(
+        default=30.0,
+        ge=0,
+        description="time for sessions to move to other servers when this one is told to stop",
+    )
     max_frame_bytes: PositiveInt = Field(
         default=64 << 20, description="largest message accepted from a peer"
     )

@@ -103,6 +103,12 @@ class DeadlineExceeded(TransportError):
     code = "deadline"
 
 
+class HopLost(TransportError):
+    """A stage has lost, or can't reach, the stage after it; both may live."""
+
+    code = "hop-lost"
+
+
 class PeerStopping(BloomBeeError):
     """The server is shutting down and takes no new work."""
 

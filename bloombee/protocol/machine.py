@@ -8,6 +8,7 @@ learned of the change (outputs after Close, steps after a second Open).
     GREETED -Open-> OPENING -Opened-> SESSION -Close-> CLOSING -Closed-> OVER
     GREETED -Attach-> ATTACHING -Attached-> HOP
     GREETED -Describe-> ASKED -Description-> GREETED
+    GREETED -Fetch-> FETCHING -HandedOver-> GREETED
     SESSION -Open-> REOPENING -Opened-> SESSION      a later epoch of the session
     Failed ends the stream (OVER) until the session stands, and is news afterwards;
     a failed Open goes back to GREETED, so that the client may ask again.
@@ -46,6 +47,7 @@ class State(StrEnum):
     SESSION = "session"
     REOPENING = "reopening"
     CLOSING = "closing"
+    FETCHING = "fetching"
     ATTACHING = "attaching"
     HOP = "hop"
     OVER = "over"
@@ -64,6 +66,9 @@ _SPOKEN: tuple[tuple[Role, State, tuple[MessageType, ...], State], ...] = (
     (_L, _S.CHALLENGED, (m.Failed,), _S.OVER),
     (_L, _S.GREETED, (m.Failed,), _S.OVER),
     (_D, _S.GREETED, (m.Failed,), _S.OVER),
+    # What crossed the refusal of an Open
+    (_D, _S.GREETED, (m.Beat,), _S.GREETED),
+    (_L, _S.GREETED, (m.Beat,), _S.GREETED),
     # Questions
     (_D, _S.GREETED, (m.Describe,), _S.ASKED),
     (_L, _S.ASKED, (m.Description,), _S.GREETED),
@@ -72,23 +77,34 @@ _SPOKEN: tuple[tuple[Role, State, tuple[MessageType, ...], State], ...] = (
     (_D, _S.GREETED, (m.Open,), _S.OPENING),
     (_L, _S.OPENING, (m.Opened,), _S.SESSION),
     (_L, _S.OPENING, (m.Failed,), _S.GREETED),
+    (_D, _S.OPENING, (m.Beat,), _S.OPENING),
+    (_L, _S.OPENING, (m.Beat,), _S.OPENING),
     (_D, _S.OPENING, (m.Close,), _S.CLOSING),
-    (_D, _S.SESSION, (m.Step, m.Failed), _S.SESSION),
-    (_L, _S.SESSION, (m.Output, m.Acknowledged, m.Failed), _S.SESSION),
+    (_D, _S.SESSION, (m.Step, m.Replay, m.Beat, m.Failed), _S.SESSION),
+    (_L, _S.SESSION, (m.Output, m.Acknowledged, m.Failed, m.Beat, m.Leaving), _S.SESSION),
     (_D, _S.SESSION, (m.Open,), _S.REOPENING),
     (_D, _S.SESSION, (m.Close,), _S.CLOSING),
-    (_D, _S.REOPENING, (m.Open, m.Failed), _S.REOPENING),
-    (_L, _S.REOPENING, (m.Output, m.Acknowledged, m.Failed), _S.REOPENING),
+    (_D, _S.REOPENING, (m.Open, m.Beat, m.Failed), _S.REOPENING),
+    (_L, _S.REOPENING, (m.Output, m.Acknowledged, m.Failed, m.Beat, m.Leaving), _S.REOPENING),
     (_L, _S.REOPENING, (m.Opened,), _S.SESSION),
     (_D, _S.REOPENING, (m.Close,), _S.CLOSING),
-    (_L, _S.CLOSING, (m.Opened, m.Output, m.Acknowledged, m.Failed), _S.CLOSING),
+    (
+        _L,
+        _S.CLOSING,
+        (m.Opened, m.Output, m.Acknowledged, m.Failed, m.Beat, m.Leaving),
+        _S.CLOSING,
+    ),
     (_L, _S.CLOSING, (m.Closed,), _S.OVER),
     # The hop from a stage to the next
     (_D, _S.GREETED, (m.Attach,), _S.ATTACHING),
     (_L, _S.ATTACHING, (m.Attached,), _S.HOP),
     (_L, _S.ATTACHING, (m.Failed,), _S.GREETED),
-    (_D, _S.HOP, (m.Step, m.Failed), _S.HOP),
-    (_L, _S.HOP, (m.Acknowledged, m.Failed), _S.HOP),
+    (_D, _S.HOP, (m.Step, m.Beat, m.Failed), _S.HOP),
+    (_L, _S.HOP, (m.Acknowledged, m.Beat, m.Failed), _S.HOP),
+    # A session's hand-over to the server that takes its place
+    (_D, _S.GREETED, (m.Fetch,), _S.FETCHING),
+    (_L, _S.FETCHING, (m.Pages,), _S.FETCHING),
+    (_L, _S.FETCHING, (m.HandedOver, m.Failed), _S.GREETED),
 )
 
 

@@ -4,12 +4,19 @@ Who says what to whom:
 
     client -> stage    Challenge < Hello > Open > Opened < (Step >)* (Output <)* Close > Closed <
     stage -> next      Challenge < Hello > Attach > Attached < (Step >)*
+    new -> old holder  Challenge < Hello > Fetch > (Pages <)* HandedOver <
     anyone -> server   Challenge < Hello > Describe > Description <
     at any time, either way   Failed (one step, or the session when `step` is 0)
+    while a session or hop stands, either way   Beat
 
 The client has one stream to every stage of its route: it sends steps on the one
 to the first stage, reads outputs from the one to the last, and hears failures
 from each directly. Activations move from stage to stage on the hop streams.
+
+When a stage is lost the client raises the epoch: it sends Open with `resume` to the
+stages that stay and Open to those that take the lost blocks. Each answers with what
+it holds; Replay has the stage before a gap send the rows of its journal again, and
+the steps without an answer are sent once more under the new epoch.
 
 Fields marked *later* are encoded and validated in version 1 and refused with
 Unsupported by servers that don't act on them yet. Messages are msgspec structs:
@@ -91,12 +98,30 @@ class Sampling(Message, frozen=True, array_like=True, tag=True):
     stop_ids: tuple[Index, ...] = ()
 
 
+class Source(Message, frozen=True, array_like=True, tag=True):
+    """Where a new stage may fetch a session's KV instead of having it replayed.
+
+    `secret` and `epoch` are those of the session there. A fetch that would take
+    longer than `limit_s` in all is given up: replaying is cheaper.
+    """
+
+    hop: Hop
+    secret: Id16
+    epoch: U32
+    limit_s: float
+
+
 class Open(Message, frozen=True, array_like=True, tag=True):
     """Reserve KV for `sequences` x `max_length` tokens on blocks `[start, end)`.
 
     `secret` lets the upstream stage attach. `next` is None at the last stage.
     `ring` (stage 0, for ids to come back to) and `sampling` are later, as are
     `input`/`output` other than rows.
+
+    An epoch above the session's own moves the session on: this stream becomes the
+    client's, `secret` and `next` replace the old ones, steps of older epochs are
+    refused. With `resume` the stage keeps what it holds, without it starts empty.
+    `wait_s` is how long the request may queue for KV (0: not at all).
     """
 
     session: Id16
@@ -113,13 +138,17 @@ class Open(Message, frozen=True, array_like=True, tag=True):
     output: Content = "rows"
     ring: Hop | None = None
     sampling: Sampling | None = None
+    resume: bool = False
+    wait_s: float = 0.0
+    source: Source | None = None
 
 
 class Opened(Message, frozen=True, array_like=True, tag=True):
-    """The session stands, linked to its next stage.
+    """KV is reserved; the link to the next stage is being made, steps may come.
 
-    `held_tokens` per sequence is 0 for a new session; a client that resumes takes
-    the minimum over stages. `max_step_tokens` bounds T of one step.
+    Per sequence: `held_tokens`, and in `newest_steps` the newest step that touched it
+    (by tokens or operations); both 0 in a new session. `max_step_tokens` bounds T of
+    one step.
     """
 
     session: Id16
@@ -127,6 +156,7 @@ class Opened(Message, frozen=True, array_like=True, tag=True):
     held_tokens: tuple[Index, ...]
     free_tokens: U63
     max_step_tokens: U32
+    newest_steps: tuple[U63, ...] = ()
 
 
 class Attach(Message, frozen=True, array_like=True, tag=True):
@@ -154,6 +184,30 @@ class Closed(Message, frozen=True, array_like=True, tag=True):
     """It is freed."""
 
     session: Id16
+
+
+class Beat(Message, frozen=True, array_like=True, tag=True):
+    """I am here. The dialer counts `number` up, the listener repeats it at once.
+
+    `sent_step` is the listener's newest step that it has computed and sent on.
+    """
+
+    session: Id16
+    number: U63
+    sent_step: U63 = 0
+
+
+class Leaving(Message, frozen=True, array_like=True, tag=True):
+    """This stage ends in `deadline_s`: move the session.
+
+    `replay_s` is how long it took to compute what it holds of the session, as a
+    measure of what replaying it elsewhere costs.
+    """
+
+    session: Id16
+    epoch: U32
+    deadline_s: float
+    replay_s: float
 
 
 # Steps ----------------------------------------------------------------------
@@ -200,8 +254,14 @@ class Step(Message, frozen=True, array_like=True, tag=True):
     `step` counts up from 1 in a session. `sequences`, `first_positions`,
     `counts` and `parents` are the packed table. `want` says which rows the last
     stage answers with: all, the last of each sequence, or none (an empty output
-    still comes). `replay` (later) rebuilds KV; `write_kv` false (later) only
-    recomputes rows.
+    still comes). The client has the outputs of all steps up to `answered`.
+    `deadline_ms` is the time that was left when the message was sent (0: unknown); a
+    stage drops a step whose time is up.
+
+    With `replay` the step rebuilds the KV of stages that hold none: the stage whose
+    blocks end at `until` answers (with no rows) and nothing goes beyond it. Its
+    sequences then count as touched by step `as_of`, and the operations of the steps
+    `included` as done. `write_kv` false (later) only recomputes rows.
     """
 
     session: Id16
@@ -219,6 +279,31 @@ class Step(Message, frozen=True, array_like=True, tag=True):
     write_kv: bool = True
     trace: bool = False
     timings: tuple[Timing, ...] = ()
+    answered: U63 = 0
+    deadline_ms: U32 = 0
+    until: Index = 0
+    as_of: U63 = 0
+    included: tuple[U63, ...] = ()
+
+
+class Replay(Message, frozen=True, array_like=True, tag=True):
+    """Send these rows of your journal to the next stage, as a `Step` with `replay`.
+
+    The fields are those of the step to make. Failed answers when the journal lacks
+    some of them.
+    """
+
+    session: Id16
+    epoch: U32
+    step: U63
+    sequences: tuple[Index, ...]
+    first_positions: tuple[Index, ...]
+    counts: tuple[Index, ...]
+    until: Index
+    as_of: U63
+    included: tuple[U63, ...] = ()
+    releases: tuple[Index, ...] = ()
+    deadline_ms: U32 = 0
 
 
 class Output(Message, frozen=True, array_like=True, tag=True):
@@ -232,7 +317,7 @@ class Output(Message, frozen=True, array_like=True, tag=True):
 
 
 class Acknowledged(Message, frozen=True, array_like=True, tag=True):
-    """The step was an exact repeat of one already taken, and was dropped."""
+    """The step was an exact repeat of one already taken in this epoch, and was dropped."""
 
     session: Id16
     epoch: U32
@@ -247,6 +332,53 @@ class Failed(Message, frozen=True, array_like=True, tag=True):
     step: U63
     code: Text
     message: Text
+
+
+# Hand-over ------------------------------------------------------------------
+
+
+class Fetch(Message, frozen=True, array_like=True, tag=True):
+    """Hand over what you hold of a session for blocks `[start, end)`.
+
+    The session takes no further step here.
+    """
+
+    session: Id16
+    secret: Id16
+    epoch: U32
+    start: Index
+    end: Index
+
+
+class Pages(Message, frozen=True, array_like=True, tag=True):
+    """A piece of one sequence, as the frame's payload: `count` tokens from `first` on.
+
+    `kv`: keys `[count, K, E]`, then values, of `block`, in the pool's dtype.
+    `journal`: rows `[count, D]` that were sent on, in the session's dtype.
+    `total_bytes` is the payload of the whole hand-over.
+    """
+
+    session: Id16
+    kind: Literal["kv", "journal"]
+    sequence: Index
+    block: Index
+    first: Index
+    count: Index
+    dtype: WireDtype
+    total_bytes: U63
+
+
+class HandedOver(Message, frozen=True, array_like=True, tag=True):
+    """All pages were sent. Per sequence: its length, newest step, and whether it is released.
+
+    `included` are steps whose operations are done though their tokens are not in.
+    """
+
+    session: Id16
+    lengths: tuple[Index, ...]
+    newest_steps: tuple[U63, ...]
+    released: tuple[bool, ...]
+    included: tuple[U63, ...] = ()
 
 
 # Questions ------------------------------------------------------------------
@@ -283,10 +415,16 @@ AnyMessage = (
     | Attached
     | Close
     | Closed
+    | Beat
+    | Leaving
     | Step
+    | Replay
     | Output
     | Acknowledged
     | Failed
+    | Fetch
+    | Pages
+    | HandedOver
     | Describe
     | Description
 )

@@ -292,6 +292,14 @@ def _stage(
             certificate_hash=who.certificate.hash,
             limits=Limits(
                 max_sessions=settings.max_sessions,
+                max_sessions_per_peer=settings.max_sessions_per_peer,
+                max_tokens_per_peer=(
+                    None if settings.max_tokens_per_peer == "auto" else settings.max_tokens_per_peer
+                ),
+                max_wait_s=settings.max_wait_s,
+                lease_s=settings.lease_s,
+                park_idle_s=settings.park_idle_s,
+                park_bytes=settings.park_bytes,
                 max_step_tokens=min(in_frame, MAX_STEP_TOKENS),
                 max_messages_per_s=settings.max_requests_per_s,
             ),

@@ -39,10 +39,20 @@ class Offer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Enforced before any allocation; sequences count per session, messages per peer."""
+    """Enforced before any allocation; sequences count per session, messages per peer.
+
+    `max_tokens_per_peer` (None: all) is in KV tokens. A request queues for KV at most
+    `max_wait_s`. A session whose client is silent ends after `lease_s`; one idle for
+    `park_idle_s` may be parked, `park_bytes` of KV in all.
+    """
 
     max_sessions: int = 256
     max_sessions_per_peer: int = 64
+    max_tokens_per_peer: int | None = None
+    max_wait_s: float = 60.0
+    lease_s: float = 30.0
+    park_idle_s: float = 5.0
+    park_bytes: int = 1 << 30
     max_sequences: int = 1024
     max_step_tokens: int = 8192
     max_messages_per_s: int = 2000
