@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -39,7 +40,10 @@ FAREWELL_S = 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageParts:
-    """What a stage is made of. `certificate_hash` is that of the listener's certificate."""
+    """What a stage is made of. `certificate_hash` is that of the listener's certificate.
+
+    `make_executor` builds what computes: a thread, or in tests something that needs none.
+    """
 
     identity: Signer
     listener: Listener
@@ -52,6 +56,7 @@ class StageParts:
     limits: Limits = field(default_factory=Limits)
     executor_settings: ExecutorSettings = field(default_factory=ExecutorSettings)
     connection_settings: ConnectionSettings = field(default_factory=ConnectionSettings)
+    make_executor: Callable[[Model, KVPool, ExecutorSettings], Executor] = Executor
 
 
 class StageServer:
@@ -59,7 +64,7 @@ class StageServer:
 
     def __init__(self, parts: StageParts) -> None:
         self.telemetry = Registry()
-        self.executor = Executor(parts.model, parts.pool, parts.executor_settings)
+        self.executor = parts.make_executor(parts.model, parts.pool, parts.executor_settings)
         self.sessions = Sessions(parts.limits)
         self._parts = parts
         self._payloads = Payloads()
