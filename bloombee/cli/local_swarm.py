@@ -2,115 +2,41 @@
 
 Every child is a real console script, started as a user would, and is ended by
 pid when the block is left, whatever happened inside it; on Linux also when the
-thread that started it ends without leaving the block.
+thread that started it ends without leaving the block. Single servers can be
+killed, frozen and started again, under the identity they had.
 """
 
 from __future__ import annotations
 
-import json
-import os
+import asyncio
 import signal
-import subprocess
-import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
-from bloombee.errors import SwarmError
-from bloombee.swarm import tether
+from bloombee.cli.child import Child, Place, Ready
+
+if TYPE_CHECKING:
+    from bloombee.client.loop import LoopThread
+    from bloombee.protocol.messages import Description
+    from bloombee.transport.direct import DirectDialer
+    from bloombee.transport.interface import Endpoint
 
 Report = Callable[[str], None]
-_POLL_S = 0.05
-_TAIL_LINES = 12
-_TETHERED = (sys.executable, "-I", "-S", str(tether.__file__), "signal")
-
-
-@dataclass(frozen=True, slots=True)
-class Ready:
-    """What a child wrote into its ready file, and how long it took to."""
-
-    peer: str
-    maddrs: tuple[str, ...]
-    pid: int
-    endpoint: str
-    span: str
-    start_s: float
-
-
-class Child:
-    """One console script of ours, its log, and its ready file."""
-
-    def __init__(self, name: str, module: str, arguments: Sequence[str], folder: Path) -> None:
-        self.name = name
-        self.log = folder / f"{name}.log"
-        self._ready_file = folder / f"{name}.json"
-        self._started = time.monotonic()
-        command = [sys.executable, "-m", module, *arguments, "--ready-file", str(self._ready_file)]
-        if sys.platform == "linux":  # else a killed parent leaves them running
-            command = [*_TETHERED, str(os.getpid()), "-1", *command]
-        with self.log.open("wb") as log:
-            self.process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
-            )
-
-    def wait_ready(self, deadline_s: float) -> Ready:
-        """Block until the ready file is there.
-
-        Raises SwarmError with the log's last lines when the child ends before, or
-        takes longer than `deadline_s`.
-        """
-        until = self._started + deadline_s
-        while not self._ready_file.exists():
-            if self._ended(_POLL_S):
-                raise SwarmError(
-                    f"{self.name} ended with code {self.process.returncode}:\n{self.tail()}"
-                )
-            if time.monotonic() > until:
-                raise SwarmError(f"{self.name} was not ready in {deadline_s:.0f} s:\n{self.tail()}")
-        took = time.monotonic() - self._started
-        told = json.loads(self._ready_file.read_text())
-        return Ready(
-            peer=told["peer"],
-            maddrs=tuple(told["maddrs"]),
-            pid=told["pid"],
-            endpoint=told.get("endpoint", ""),
-            span=told.get("span", ""),
-            start_s=took,
-        )
-
-    def tail(self) -> str:
-        """The last lines the child printed."""
-        lines = self.log.read_text(errors="replace").splitlines()
-        return "\n".join(lines[-_TAIL_LINES:])
-
-    def signal_stop(self) -> None:
-        """Ask the child to stop; does not wait."""
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGTERM)
-
-    def finish(self, grace_s: float) -> None:
-        """Wait for the child to end, and kill it after `grace_s`."""
-        if not self._ended(grace_s):
-            self.process.kill()
-            self.process.wait()
-
-    def _ended(self, timeout_s: float) -> bool:
-        try:
-            self.process.wait(timeout=timeout_s)
-        except subprocess.TimeoutExpired:
-            return False
-        return True
+_START_S = 300.0
+_STOP_S = 6.0
+_ASK_S = 3.0
 
 
 class LocalSwarm:
     """`bloombee-dht` and one `bloombee-server` for each span, on 127.0.0.1.
 
-    Use as a context manager. Entering raises SwarmError, with the last lines of
-    the child's log, when one does not come up; leaving ends all children.
+    A span that is named twice is held twice. `places` says where the DHT node and
+    then each server run, when that is not simply here. Use as a context manager.
+    Entering raises SwarmError, with the last lines of the child's log, when one does
+    not come up; leaving ends all children.
     """
 
     def __init__(
@@ -119,7 +45,7 @@ class LocalSwarm:
         spans: Sequence[str],
         *,
         server_flags: Sequence[str] = (),
-        deadline_s: float = 300.0,
+        places: Sequence[Place] = (),
         report: Report = lambda _: None,
     ) -> None:
         self.model = model
@@ -128,9 +54,10 @@ class LocalSwarm:
         self.dht: Ready | None = None
         self.servers: tuple[Ready, ...] = ()
         self._server_flags = tuple(server_flags)
-        self._deadline_s = deadline_s
+        self._places = tuple(places) or (Place(),) * (len(spans) + 1)
         self._report = report
         self._stack = ExitStack()
+        self._questions: _Questions | None = None
 
     @property
     def initial_peers(self) -> list[str]:
@@ -148,26 +75,78 @@ class LocalSwarm:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
+    # One server --------------------------------------------------------------------
+
+    def index_of(self, peer: str) -> int:
+        """Which server a peer is. Raises ValueError when it is none of this swarm."""
+        return [server.peer for server in self.servers].index(peer)
+
+    def server(self, index: int) -> Child:
+        """The process of one server, to signal it."""
+        return self.children[1 + index]
+
+    def kill(self, index: int) -> None:
+        """kill -9, and wait until the process is gone."""
+        self.server(index).kill()
+
+    def freeze(self, index: int) -> None:
+        """SIGSTOP: its connections stay open and nothing answers."""
+        self.server(index).signal(signal.SIGSTOP)
+
+    def thaw(self, index: int) -> None:
+        """SIGCONT."""
+        self.server(index).signal(signal.SIGCONT)
+
+    def restart(self, *indices: int) -> None:
+        """Start servers again with the same flags and identity, and wait until all serve.
+
+        They come back at other ports and hold nothing. Raises SwarmError when one
+        does not come up.
+        """
+        for index in indices:
+            self.server(index).restart()
+        servers = list(self.servers)
+        for index in indices:
+            servers[index] = self.server(index).wait_ready(_START_S)
+        self.servers = tuple(servers)
+
+    def describe(self, *indices: int) -> list[Description]:
+        """What servers (all, without indices) say of themselves: free KV tokens, sessions.
+
+        Raises what `bloombee.swarm.describe.ask_endpoint` raises.
+        """
+        if self._questions is None:
+            self._questions = _Questions()
+            self._stack.callback(self._questions.close)
+        return self._questions.ask([self._endpoint(i) for i in indices or range(len(self.spans))])
+
+    def _endpoint(self, index: int) -> Endpoint:
+        from bloombee.transport.certificates import load_or_create
+        from bloombee.transport.interface import Endpoint
+
+        ready = self.servers[index]
+        certificate = load_or_create(ready.peer, _identity(self.server(index)))
+        return Endpoint(ready.peer, ready.endpoint, certificate.hash)
+
+    # All of them -------------------------------------------------------------------
+
     def _start(self, folder: Path) -> None:
         self._report("starting the DHT")
-        local = ("--host", "127.0.0.1")
-        dht = Child("dht", "bloombee.cli.dht", (*local, "--dht-port", "0"), folder)
+        place, *places = self._places
+        listen = ("--host", place.host, "--dht-port", "0")
+        dht = Child("dht", "bloombee.cli.dht", listen, folder, place)
         self.children.append(dht)
-        self.dht = dht.wait_ready(self._deadline_s)
+        self.dht = dht.wait_ready(_START_S)
         self._report(f"starting {len(self.spans)} servers")
-        for index, span in enumerate(self.spans):
-            flags = ("--model", self.model, "--blocks", span, "--initial-peers", *self.dht.maddrs)
-            self.children.append(
-                Child(
-                    f"server-{index}",
-                    "bloombee.cli.server",
-                    (*flags, *local, *self._server_flags),
-                    folder,
-                )
-            )
+        for index, (span, place) in enumerate(zip(self.spans, places, strict=True)):
+            name = f"server-{index}"
+            flags = ("--model", self.model, "--blocks", span, "--host", place.host)
+            flags += ("--initial-peers", *self.dht.maddrs, *self._server_flags)
+            flags += ("--identity", str(folder / f"{name}.key"))
+            self.children.append(Child(name, "bloombee.cli.server", flags, folder, place))
         ready = list[Ready]()
         for child in self.children[1:]:
-            ready.append(child.wait_ready(self._deadline_s))
+            ready.append(child.wait_ready(_START_S))
             self._report(f"{len(ready)} of {len(self.spans)} servers ready ({ready[-1].span})")
         self.servers = tuple(ready)
 
@@ -175,7 +154,46 @@ class LocalSwarm:
         for child in reversed(self.children):
             child.signal_stop()
         for child in reversed(self.children):
-            child.finish(grace_s=6.0)
+            child.finish(_STOP_S)
+
+
+class _Questions:
+    """Asks servers about themselves, over connections that stay."""
+
+    def __init__(self) -> None:
+        # torch and gRPC take seconds to import, and most swarms are never asked.
+        from bloombee.client.loop import shared_loop
+        from bloombee.swarm.identity import Identity
+        from bloombee.transport.direct import DirectDialer
+
+        self._loop: LoopThread = shared_loop()
+        self._dialer: DirectDialer = DirectDialer()
+        self._identity = Identity.load_or_create(None)
+
+    def ask(self, endpoints: Sequence[Endpoint]) -> list[Description]:
+        try:
+            return self._loop.run(self._ask(endpoints))
+        except BaseExceptionGroup as group:
+            raise group.exceptions[0] from None
+
+    async def _ask(self, endpoints: Sequence[Endpoint]) -> list[Description]:
+        from bloombee.swarm.connection import ConnectionSettings
+        from bloombee.swarm.describe import ask_endpoint
+
+        settings = ConnectionSettings(None, _ASK_S)
+        async with asyncio.TaskGroup() as group:
+            asked = [
+                group.create_task(ask_endpoint(each, self._dialer, self._identity, settings))
+                for each in endpoints
+            ]
+        return [task.result() for task in asked]
+
+    def close(self) -> None:
+        self._loop.run(self._dialer.close())
+
+
+def _identity(server: Child) -> Path:
+    return server.log.with_suffix(".key")
 
 
 def equal_spans(blocks: int, servers: int) -> list[str]:

@@ -34,7 +34,7 @@ async def describe(
     for address in record.addresses or ("",):  # without one, it is reached by its id
         endpoint = Endpoint(record.peer, address, record.certificate_hash)
         try:
-            return await _ask(endpoint, dialer, identity, settings)
+            return await ask_endpoint(endpoint, dialer, identity, settings)
         except TransportError as error:
             failure = error
     raise failure
@@ -61,9 +61,14 @@ async def describe_all(
     return answers
 
 
-async def _ask(
+async def ask_endpoint(
     endpoint: Endpoint, dialer: Dialer, identity: Identity, settings: ConnectionSettings
 ) -> Description:
+    """Ask the server that listens there.
+
+    Raises what `connect` raises, TransportError when it closes instead of answering,
+    ProtocolError for another answer, or the error that it answers with.
+    """
     connection = await connect(dialer, endpoint, identity, settings=settings)
     try:
         await connection.send(Describe())
