@@ -108,6 +108,11 @@ class CountingPool(KVPool):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         raise RequestError("nothing is held here")
 
+    def expect(
+        self, session: SessionId, sequence: int, tokens: int, span: Span | None = None
+    ) -> None:
+        raise RequestError("nothing is held here")
+
     def load(
         self,
         session: SessionId,

@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Float
 from numpy.typing import NDArray
 
-from bloombee.core import SessionId
+from bloombee.core import SessionId, Span
 from bloombee.errors import KVFull, RequestError
 from bloombee.kv.arena import Arena, ArenaShape, map_slots, slot_tokens
 from bloombee.kv.contiguous_attention import Layout, attend_layout
@@ -132,7 +132,7 @@ class ContiguousPool(KVPool):
     def truncate(self, session: SessionId, sequence: int, length: int) -> None:
         held = self._ledger.shorter(session, sequence, length)
         self._arena.clear(held.place, length, held.length or held.loading_length)
-        held.length, held.loading, held.loading_length = length, frozenset(), 0
+        held.end_import(length)
         self._forget_common(session, sequence, length)
 
     def keep(self, session: SessionId, sequence: int, first: int, kept: Sequence[int]) -> None:
@@ -199,6 +199,11 @@ class ContiguousPool(KVPool):
         keys, values = kept.transpose(1, 2).contiguous()
         return keys, values
 
+    def expect(
+        self, session: SessionId, sequence: int, tokens: int, span: Span | None = None
+    ) -> None:
+        self._ledger.expect(session, sequence, tokens, self.shape.blocks(span))
+
     def load(
         self,
         session: SessionId,
@@ -207,12 +212,12 @@ class ContiguousPool(KVPool):
         key: Float[torch.Tensor, "N K E"],
         value: Float[torch.Tensor, "N K E"],
     ) -> None:
-        layer = self.shape.layer(block)
-        held = self._ledger.loaded(session, sequence, block, key.shape[0])
-        slot = self._arena.slot(held.place)[:, layer, :, : key.shape[0]]
+        layer, tokens = self.shape.layer(block), key.shape[0]
+        held, first = self._ledger.loads(session, sequence, block, tokens, self.shape.blocks())
+        slot = self._arena.slot(held.place)[:, layer, :, first : first + tokens]
         slot[0] = key.transpose(0, 1)
         slot[1] = value.transpose(0, 1)
-        self._ledger.note_loaded(held, block, key.shape[0], len(self.shape.span))
+        self._ledger.note_loaded(held, block, tokens)
 
     def check_integrity(self) -> None:
         self._ledger.check()

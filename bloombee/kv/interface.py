@@ -39,6 +39,13 @@ class KVShape:
         """Bytes that one token takes on all blocks of the span."""
         return 2 * len(self.span) * self.kv_heads * self.head_size * self.dtype.itemsize
 
+    def blocks(self, span: Span | None = None) -> range:
+        """The blocks of `span`, or all. Raises RequestError when some are not held."""
+        asked = span or self.span
+        if not self.span.covers(asked):
+            raise RequestError(f"blocks {asked} are not among the blocks {self.span} held here")
+        return range(asked.start, asked.end)
+
     def layer(self, block: int) -> int:
         """Where `block` stands in the span. Raises RequestError when it is not in it."""
         if block not in self.span:
@@ -155,6 +162,17 @@ class KVPool(ABC):
         """Copies of keys and values in slots `[start, stop)`, N = stop - start."""
 
     @abstractmethod
+    def expect(
+        self, session: SessionId, sequence: int, tokens: int, span: Span | None = None
+    ) -> None:
+        """Have an empty sequence loaded in pieces, on the blocks of `span` (default: all).
+
+        Each `load` then writes behind what its block holds already. The sequence holds
+        `tokens` once all these blocks do; `truncate` to 0 gives up. Raises RequestError
+        when it is not empty, or may not grow so long.
+        """
+
+    @abstractmethod
     def load(
         self,
         session: SessionId,
@@ -165,7 +183,9 @@ class KVPool(ABC):
     ) -> None:
         """Write N exported tokens into slots 0..N-1 of an empty sequence, per block.
 
-        The sequence holds them once all blocks of the span are loaded.
+        The sequence holds them once all blocks of the span are loaded. After `expect`
+        they are the block's next N of those expected. Raises RequestError when they
+        don't fit.
         """
 
     @abstractmethod

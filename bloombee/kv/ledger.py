@@ -7,7 +7,7 @@ same calls. `Place` is whatever the pool needs to find a sequence's memory.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from bloombee.core import SessionId
@@ -25,13 +25,23 @@ def ensure(condition: bool, what: str) -> None:  # noqa: FBT001 - reads like ass
 
 @dataclass(slots=True, eq=False)
 class Held(Generic[Place]):
-    """One live sequence. `loading` counts the blocks of an import that is under way."""
+    """One live sequence.
+
+    While an import is under way, `loading` says how many of `loading_length` tokens
+    each of its blocks holds; `in_pieces` when more than one call brings them.
+    """
 
     place: Place
     length: int = 0
     in_flight: bool = False
-    loading: frozenset[int] = frozenset()
+    loading: dict[int, int] = field(default_factory=dict[int, int])
     loading_length: int = 0
+    in_pieces: bool = False
+
+    def end_import(self, length: int) -> None:
+        """Hold `length` tokens; no import is under way."""
+        self.length, self.loading_length, self.in_pieces = length, 0, False
+        self.loading = {}
 
 
 @dataclass(slots=True, eq=False)
@@ -241,32 +251,50 @@ class Ledger(Generic[Place]):
             if not keep_tokens:
                 row.held.length = row.first
 
-    def loaded(self, session: SessionId, sequence: int, block: int, tokens: int) -> Held[Place]:
-        """Check that `tokens` may be written to the empty sequence on `block`.
+    def expect(
+        self, session: SessionId, sequence: int, tokens: int, blocks: Sequence[int]
+    ) -> Held[Place]:
+        """Begin an import of `tokens` on `blocks` into an empty sequence, in pieces.
 
-        Raises RequestError when it is not empty, too small, or blocks disagree.
+        Raises RequestError when it is not empty or too small.
         """
         held = self.idle(session, sequence)
         limit = self.account(session).max_length
-        if held.length or not 0 < tokens <= limit:
+        if held.length or held.loading or not 0 < tokens <= limit:
             raise RequestError(
                 f"can't load {tokens} tokens into sequence {sequence}, which holds {held.length} "
                 f"and takes up to {limit}; truncate it to 0 or open a longer session"
             )
-        if block in held.loading or (held.loading and held.loading_length != tokens):
-            raise RequestError(
-                f"block {block} of sequence {sequence} is loaded already or with "
-                f"{held.loading_length} tokens, not {tokens}"
-            )
+        held.loading, held.loading_length = dict.fromkeys(blocks, 0), tokens
+        held.in_pieces = True
         return held
 
-    def note_loaded(self, held: Held[Place], block: int, tokens: int, blocks: int) -> None:
-        """One block is written; with the last of `blocks` the sequence holds `tokens`."""
-        held.loading |= {block}
-        held.loading_length = tokens
-        if len(held.loading) == blocks:
-            held.length = tokens
-            held.loading, held.loading_length = frozenset(), 0
+    def loads(
+        self, session: SessionId, sequence: int, block: int, tokens: int, blocks: Sequence[int]
+    ) -> tuple[Held[Place], int]:
+        """The sequence, and the slot from which `tokens` more may be written on `block`.
+
+        Without `expect` before it, the whole of an import of `tokens` on `blocks` begins.
+        Raises RequestError when they don't fit or blocks disagree.
+        """
+        held = self.idle(session, sequence)
+        if not held.loading:
+            held = self.expect(session, sequence, tokens, blocks)
+            held.in_pieces = False
+        first = held.loading.get(block, held.loading_length)
+        left = held.loading_length - first
+        if not 0 < tokens <= left or (tokens < left and not held.in_pieces):
+            raise RequestError(
+                f"block {block} of sequence {sequence} takes {left} more tokens of "
+                f"{held.loading_length}, not {tokens}"
+            )
+        return held, first
+
+    def note_loaded(self, held: Held[Place], block: int, tokens: int) -> None:
+        """`tokens` more are written on `block`; the sequence holds all with the last of them."""
+        held.loading[block] += tokens
+        if all(count == held.loading_length for count in held.loading.values()):
+            held.end_import(held.loading_length)
 
     def exported(self, session: SessionId, sequence: int, start: int, stop: int) -> Held[Place]:
         """A live sequence that holds slots `[start, stop)`. Raises RequestError otherwise."""

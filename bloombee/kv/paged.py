@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Float
 from numpy.typing import NDArray
 
-from bloombee.core import SessionId
+from bloombee.core import SessionId, Span
 from bloombee.errors import RequestError
 from bloombee.kv.interface import AttendPlan, BatchItem, KVPool, KVShape
 from bloombee.kv.ledger import Held, Ledger, StepRow, ensure
@@ -98,7 +98,7 @@ class PagedPool(KVPool):
 
     def truncate(self, session: SessionId, sequence: int, length: int) -> None:
         held = self._ledger.shorter(session, sequence, length)
-        held.length, held.loading, held.loading_length = length, frozenset(), 0
+        held.end_import(length)
         self._fit(held, length)
 
     def keep(self, session: SessionId, sequence: int, first: int, kept: Sequence[int]) -> None:
@@ -236,6 +236,12 @@ class PagedPool(KVPool):
         keys, values = self._tokens[:, self.shape.layer(block), places]
         return keys, values
 
+    def expect(
+        self, session: SessionId, sequence: int, tokens: int, span: Span | None = None
+    ) -> None:
+        held = self._ledger.expect(session, sequence, tokens, self.shape.blocks(span))
+        self._own(held, 0, tokens)
+
     def load(
         self,
         session: SessionId,
@@ -245,12 +251,12 @@ class PagedPool(KVPool):
         value: Float[torch.Tensor, "N K E"],
     ) -> None:
         layer, tokens = self.shape.layer(block), key.shape[0]
-        held = self._ledger.loaded(session, sequence, block, tokens)
-        self._own(held, 0, tokens)
-        places = self._upload(self._places(held, range(tokens)))
+        held, first = self._ledger.loads(session, sequence, block, tokens, self.shape.blocks())
+        self._own(held, 0, held.loading_length)
+        places = self._upload(self._places(held, range(first, first + tokens)))
         self._tokens[0, layer][places] = key
         self._tokens[1, layer][places] = value
-        self._ledger.note_loaded(held, block, tokens, len(self.shape.span))
+        self._ledger.note_loaded(held, block, tokens)
 
     def check_integrity(self) -> None:
         self._ledger.check()

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from jaxtyping import Float
 
-from bloombee.core import SessionId
+from bloombee.core import SessionId, Span
 from bloombee.errors import KVFull, RequestError
 from bloombee.kv.interface import AttendPlan, BatchItem, KVPool, KVShape
 
@@ -21,11 +21,12 @@ Stored = list[Float[torch.Tensor, "K E"]]
 
 @dataclass(slots=True, eq=False)
 class PlainSequence:
-    """Keys and values per block, one tensor per token."""
+    """Keys and values per block, one tensor per token; `expected` while loaded in pieces."""
 
     length: int = 0
     keys: dict[int, Stored] = field(default_factory=dict[int, Stored])
     values: dict[int, Stored] = field(default_factory=dict[int, Stored])
+    expected: tuple[int, range] | None = None
 
     def select(self, tokens: Sequence[int]) -> PlainSequence:
         """A copy that holds only these tokens."""
@@ -216,6 +217,18 @@ class PlainPool(KVPool):
             torch.stack(held.values[block][start:stop]),
         )
 
+    def expect(
+        self, session: SessionId, sequence: int, tokens: int, span: Span | None = None
+    ) -> None:
+        held = self._sequence(session, sequence)
+        if (
+            held.length
+            or any(held.keys.values())
+            or not 0 < tokens <= self._sessions[session].max_length
+        ):
+            raise RequestError("the sequence is not empty, or too short for so much")
+        held.expected = tokens, self.shape.blocks(span)
+
     def load(
         self,
         session: SessionId,
@@ -225,11 +238,15 @@ class PlainPool(KVPool):
         value: Float[torch.Tensor, "N K E"],
     ) -> None:
         held = self._sequence(session, sequence)
-        if held.length or held.keys.get(block):
+        if held.length or (held.keys.get(block) and held.expected is None):
             raise RequestError("the sequence is not empty")
-        held.keys[block], held.values[block] = list(key.clone()), list(value.clone())
-        if sum(map(bool, held.keys.values())) == len(self.shape.span):
-            held.length = len(key)
+        tokens, blocks = held.expected or (len(key), self.shape.blocks())
+        if block not in blocks or len(held.keys.get(block, ())) + len(key) > tokens:
+            raise RequestError("more than was expected")
+        held.keys.setdefault(block, []).extend(key.clone())
+        held.values.setdefault(block, []).extend(value.clone())
+        if all(len(held.keys.get(each, [])) == tokens for each in blocks):
+            held.length, held.expected = tokens, None
 
     def check_integrity(self) -> None:
         pass

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from bloombee.errors import ProtocolError
-from bloombee.protocol.messages import AnyMessage, Output, Step
+from bloombee.protocol.messages import AnyMessage, Output, Pages, Step
 from bloombee.protocol.text import one_line
 
 if TYPE_CHECKING:
@@ -75,6 +75,6 @@ def decode(frame: Buffer) -> tuple[AnyMessage, memoryview] | None:
         message = _decoder.decode(view[_HEAD.size : _HEAD.size + body])
     except (msgspec.DecodeError, msgspec.ValidationError, RecursionError) as error:
         raise ProtocolError(f"malformed message: {one_line(str(error))}") from None
-    if payload and not isinstance(message, Step | Output):
+    if payload and not isinstance(message, Step | Output | Pages):
         raise ProtocolError(f"{type(message).__name__} carries {payload} bytes it can't describe")
     return message, view[start:]

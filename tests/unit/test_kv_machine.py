@@ -230,10 +230,14 @@ class PoolMachine(RuleBasedStateMachine):
         to_session, to = self.pick(data)
         if length - start > self.limit(to_session):
             return
+        cut = data.draw(st.integers(0, length - start - 1))
         for pool in self.pools:
             pool.truncate(to_session, to, 0)
+            if cut:
+                pool.expect(to_session, to, length - start)
             for block, (key, value) in enumerate(parts, SPAN.start):
-                pool.load(to_session, to, block, key, value)
+                for part in (slice(cut), slice(cut, None)) if cut else (slice(None),):
+                    pool.load(to_session, to, block, key[part], value[part])
 
     @invariant()
     def agree(self) -> None:

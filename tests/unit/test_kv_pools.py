@@ -272,7 +272,7 @@ def test_an_import_counts_when_all_blocks_are_there(make: MakePool) -> None:
     pool.check_integrity()
     with pytest.raises(RequestError, match="import is unfinished"):
         pool.begin([BatchItem(ONE, chain((1, 0, 1)))])
-    with pytest.raises(RequestError, match="not 19"):
+    with pytest.raises(RequestError, match="takes 20 more tokens of 20, not 19"):
         pool.load(ONE, 1, 3, *(part[:19] for part in parts[3]))
     pool.load(ONE, 1, 3, *parts[3])
     assert pool.lengths(ONE) == (20, 20)
@@ -283,3 +283,46 @@ def test_an_import_counts_when_all_blocks_are_there(make: MakePool) -> None:
     pool.truncate(ONE, 1, 0)
     pool.check_integrity()
     step(pool, chain((1, 0, 2)), 3)
+
+
+@both
+def test_an_import_in_pieces_on_some_of_the_blocks(make: MakePool) -> None:
+    pool = make(60, 100, 16)
+    pool.reserve(ONE, 3, 50)
+    step(pool, chain((0, 0, 37)), 1)
+    key, value = pool.export(ONE, 0, 3, 0, 37)
+    pool.expect(ONE, 1, 37, Span(3, 4))
+    for first, stop in ((0, 16), (16, 17), (17, 37)):
+        with pytest.raises(RequestError, match="import is unfinished"):
+            pool.begin([BatchItem(ONE, chain((1, 0, 1)))])
+        with pytest.raises(RequestError, match="takes 0 more tokens"):
+            pool.load(ONE, 1, 2, key[:1], value[:1])
+        pool.check_integrity()
+        assert pool.lengths(ONE) == (37, 0, 0)
+        pool.load(ONE, 1, 3, key[first:stop], value[first:stop])
+    assert pool.lengths(ONE) == (37, 37, 0)
+    pool.check_integrity()
+    for piece, whole in zip(pool.export(ONE, 1, 3, 0, 37), (key, value), strict=True):
+        assert torch.equal(piece, whole)
+    assert not any(part.any() for part in pool.export(ONE, 1, 2, 0, 37))
+
+
+@both
+def test_an_import_that_does_not_fit_is_refused(make: MakePool) -> None:
+    pool = make(60, 100, 16)
+    pool.reserve(ONE, 2, 50)
+    step(pool, chain((0, 0, 20)), 1)
+    key, value = pool.export(ONE, 0, 2, 0, 20)
+    for sequence, tokens, span in ((0, 5, None), (1, 51, None), (1, 0, None), (1, 5, Span(1, 4))):
+        with pytest.raises(RequestError):
+            pool.expect(ONE, sequence, tokens, span)
+    pool.expect(ONE, 1, 12)
+    with pytest.raises(RequestError, match="takes 12 more tokens of 12, not 20"):
+        pool.load(ONE, 1, 2, key, value)
+    pool.load(ONE, 1, 2, key[:10], value[:10])
+    with pytest.raises(RequestError, match="takes 2 more"):
+        pool.load(ONE, 1, 2, key[:10], value[:10])
+    pool.truncate(ONE, 1, 0)
+    pool.check_integrity()
+    step(pool, chain((1, 0, 2)), 3)
+    assert pool.lengths(ONE) == (20, 2)
