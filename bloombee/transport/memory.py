@@ -2,14 +2,22 @@
 
 A `MemoryNetwork` hands out listeners and dialers by peer. Time comes from the
 event loop (or another `Clock`), so that a loop with virtual time runs seconds of
-traffic at once. Faults: `kill` (a process dies: its streams break, nobody
-reaches it), `partition` (packets vanish: nothing breaks, nothing arrives until
-`heal`), and loss (one stream breaks).
+traffic at once. Faults:
+
+- `kill`: a process dies, its streams break, nobody reaches it until `revive`;
+- `cut` (one way), `partition` (both): packets vanish, nothing breaks, nothing
+  arrives until `mend` or `heal`; then all of it does, in order, as TCP has it;
+- `isolate`: no packet leaves or reaches a peer. A stopped process is more than
+  that, since its timers stand still too: that is for the event loop of the tests;
+- `streams_between`, to `reset` or `end` streams from outside;
+- frames that are dropped, repeated, overtaken, or break their stream: by the
+  probabilities of a `LinkShape`, or chosen one by one by `observer`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import itertools
 from typing import TYPE_CHECKING
 
@@ -21,8 +29,8 @@ from bloombee.errors import (
 )
 from bloombee.transport import serving
 from bloombee.transport.interface import Endpoint, StreamHandler, TransportLimits
-from bloombee.transport.links import Clock, Link, LinkShape
-from bloombee.transport.memory_stream import MemoryStream, connected_streams
+from bloombee.transport.links import Clock, Fate, Link, LinkShape, Observer
+from bloombee.transport.memory_stream import MemoryStream, Owner, connected_streams
 from bloombee.transport.tasks import TaskOwner
 
 if TYPE_CHECKING:
@@ -33,7 +41,8 @@ class MemoryNetwork:
     """All peers, links and streams of one emulated network.
 
     `link` is the shape of every direction not set with `shape`. The same seed and
-    the same order of sends give the same delays and losses.
+    the same order of sends give the same delays and losses. `observer`, when set,
+    sees every frame that is sent.
     """
 
     def __init__(
@@ -50,7 +59,9 @@ class MemoryNetwork:
         self._clock = clock
         self._links: dict[tuple[str, str], Link] = {}
         self._listeners: dict[str, MemoryListener] = {}
-        self._streams: set[MemoryStream] = set()
+        self.observer: Observer | None = None
+        self._streams: Owner = {}
+        self._unaware: Owner = {}
         self._dead: set[str] = set()
         self._ports = itertools.count(1)
         self._healed = asyncio.Event()
@@ -74,44 +85,75 @@ class MemoryNetwork:
     def link(self, source: str, target: str) -> Link:
         """The direction from `source` to `target`."""
         if (source, target) not in self._links:
-            self._links[source, target] = Link(self._seed, source, target, self._shape)
+            ends = source, target
+            self._links[ends] = Link(self._seed, ends, self._shape, self._observe)
         return self._links[source, target]
 
     def shape(self, source: str, target: str, shape: LinkShape) -> None:
         """Set one direction's shape, for frames sent from now on."""
         self.link(source, target).shape = shape
 
+    def streams_between(self, source: str, target: str) -> list[MemoryStream]:
+        """The ends at `source` of its streams with `target`, oldest first."""
+        return [each for each in self._streams if (each.local, each.remote) == (source, target)]
+
     def kill(self, peer: str) -> None:
         """End `peer` as kill -9 would: its streams break, its handlers are cancelled.
 
-        Afterwards its dialers fail and dialing it is refused, until `revive`.
+        Afterwards its dialers fail and dialing it is refused, until `revive`. Whoever
+        is cut off from it learns of its death when the link is mended.
         """
         self._dead.add(peer)
         for listener in [each for each in self._listeners.values() if each.peer == peer]:
             listener.handlers.cancel()
             del self._listeners[listener.address]
         for stream in [each for each in self._streams if peer in (each.local, each.remote)]:
-            stream.abort(TransportError(f"the connection to {peer} was reset"))
+            if stream.local == peer and self.link(peer, stream.remote).cut:
+                stream.die()
+                self._unaware[stream] = None
+            elif not (stream.remote == peer and self.link(peer, stream.local).cut):
+                stream.abort(TransportError(f"the connection to {peer} was reset"))
 
     def revive(self, peer: str) -> None:
         """Let a killed peer dial and listen again; its old listeners stay gone."""
         self._dead.discard(peer)
 
+    def cut(self, source: str, target: str) -> None:
+        """Let nothing arrive from `source` at `target`; the other way stays as it is."""
+        self.link(source, target).cut = True
+
+    def mend(self, source: str, target: str) -> None:
+        """Undo `cut`; what was sent meanwhile arrives now, in order."""
+        self._mend([self.link(source, target)])
+
     def partition(self, *groups: Iterable[str]) -> None:
         """Cut all links between peers of different groups; peers not named keep theirs."""
-        sides = [frozenset(group) for group in groups]
+        sides = [tuple(group) for group in groups]
         for left, right in itertools.permutations(sides, 2):
             for source, target in itertools.product(left, right):
-                self.link(source, target).cut = True
+                self.cut(source, target)
+
+    def isolate(self, peer: str, others: Iterable[str]) -> None:
+        """Cut `peer` off from `others`, both ways."""
+        self.partition([peer], [other for other in others if other != peer])
 
     def heal(self) -> None:
-        """Mend all cut links; what was sent meanwhile arrives now, in order."""
-        for link in self._links.values():
+        """Mend all links."""
+        self._mend(self._links.values())
+
+    def _mend(self, links: Iterable[Link]) -> None:
+        for link in links:
             link.cut = False
         self._healed.set()
         self._healed = asyncio.Event()
         for stream in list(self._streams):
             stream.flush()
+        for stream in [s for s in self._unaware if not self.link(s.local, s.remote).cut]:
+            del self._unaware[stream]
+            stream.bury()
+
+    def _observe(self, source: str, target: str, frame: bytes) -> Fate | None:
+        return self.observer(source, target, frame) if self.observer else None
 
     # For listeners and dialers of this network.
 
@@ -181,6 +223,7 @@ class MemoryListener:
         self._network = network
         self._address = address
         self._handler: StreamHandler | None = None
+        self._context = contextvars.copy_context()
 
     @property
     def address(self) -> str:
@@ -193,8 +236,12 @@ class MemoryListener:
         return Endpoint(self.peer, self.address, self.certificate_hash)
 
     async def start(self, handler: StreamHandler) -> None:
-        """Begin to accept; raises SettingsError when the address is taken."""
+        """Begin to accept; raises SettingsError when the address is taken.
+
+        Handlers run in a copy of the caller's context, not in that of who dials.
+        """
         self._handler = handler
+        self._context = contextvars.copy_context()
         self._network.register(self)
 
     async def stop(self, grace_s: float) -> None:
@@ -206,7 +253,7 @@ class MemoryListener:
         """Run the handler on an accepted stream, in a task of its own."""
         if self._handler is None:
             raise TransportError(f"{self.address} is not listening")
-        serving.start(self.handlers, self._handler, stream)
+        self._context.copy().run(serving.start, self.handlers, self._handler, stream)
 
 
 class MemoryDialer:
@@ -215,7 +262,7 @@ class MemoryDialer:
     def __init__(self, network: MemoryNetwork, peer: str, limits: TransportLimits) -> None:
         self.peer = peer
         self.limits = limits
-        self.streams: set[MemoryStream] = set()
+        self.streams: Owner = {}
         self._network = network
         self._closed = False
 

@@ -10,12 +10,15 @@ from bloombee.errors import BloomBeeError, ProtocolError, TransportError
 from bloombee.transport.frame_queue import FrameQueue
 from bloombee.transport.frames import join
 from bloombee.transport.interface import Buffer, StreamCounters, TransportLimits
-from bloombee.transport.links import Clock, Link
+from bloombee.transport.links import Clock, Fate, Link
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _End = tuple[str, Link, TransportLimits]
+
+SWAP_WAIT_S = 0.2
+"""How long a frame waits for the one that is to overtake it."""
 
 
 class _Way:
@@ -28,11 +31,28 @@ class _Way:
         self.empty.set()
         self._clock = clock
         self._in_flight: deque[bytes | None] = deque()
+        self._overtaken: deque[bytes] = deque()
         self._due = 0
         self._last_arrival = 0.0
 
     def push(self, frame: bytes | None) -> None:
         """Send a frame, or the end of the stream, on its way."""
+        if frame is None:
+            self._release_overtaken()
+        self._launch(frame)
+        self._release_overtaken()
+
+    def push_after_next(self, frame: bytes) -> None:
+        """Send a frame once the next has gone, or after a short while."""
+        self._overtaken.append(frame)
+        self.empty.clear()
+        self._clock.call_later(SWAP_WAIT_S, self._release_overtaken)
+
+    def _release_overtaken(self) -> None:
+        while self._overtaken:
+            self._launch(self._overtaken.popleft())
+
+    def _launch(self, frame: bytes | None) -> None:
         size = 0 if frame is None else len(frame)
         now = self._clock.time()
         self._last_arrival = max(self._last_arrival, self.link.arrival(now, size))
@@ -57,15 +77,20 @@ class _Way:
                 self.queue.end()
             else:
                 self.queue.deliver(frame)
-        if not self._in_flight:
+        if not self._in_flight and not self._overtaken:
             self.empty.set()
 
     def fail(self, error: BloomBeeError) -> None:
         """Drop everything in flight and break the reader's queue."""
         self._in_flight.clear()
+        self._overtaken.clear()
         self._due = 0
         self.queue.fail(error)
         self.empty.set()
+
+
+Owner = dict["MemoryStream", None]
+"""Streams in the order in which they were made."""
 
 
 class MemoryStream:
@@ -81,7 +106,8 @@ class MemoryStream:
         self._limits = limits
         self._outgoing, self._incoming = ways
         self._closed = False
-        self.owners: tuple[set[MemoryStream], ...] = ()
+        self._dead = False
+        self.owners: tuple[Owner, ...] = ()
 
     @property
     def remote(self) -> str:
@@ -96,12 +122,22 @@ class MemoryStream:
         self._check_open()
         if len(frame) > self.peer_limits.max_frame_bytes:
             self._break_oversized(len(frame))
-        if self._outgoing.link.loses():
-            self.abort(TransportError(f"the connection {self.local} > {self.remote} was reset"))
-            return
         self.counters.frames_sent += 1
         self.counters.bytes_sent += len(frame)
-        self._outgoing.push(frame)
+        match self._outgoing.link.fate(frame):
+            case Fate.DELIVER:
+                self._outgoing.push(frame)
+            case Fate.DROP:
+                pass
+            case Fate.REPEAT:
+                self._outgoing.push(frame)
+                self._outgoing.push(frame)
+            case Fate.SWAP:
+                self._outgoing.push_after_next(frame)
+            case Fate.RESET:
+                self.reset()
+            case Fate.CLOSE:
+                self.end()
 
     def _check_open(self) -> None:
         if self._closed:
@@ -140,13 +176,37 @@ class MemoryStream:
 
     def abort(self, error: BloomBeeError) -> None:
         """Break both ways at once: both ends raise `error`, what was not read is lost."""
+        if self._dead:
+            return
         self._outgoing.fail(error)
         self._incoming.fail(error)
         self._leave()
 
+    def die(self) -> None:
+        """End our end only: our process died and the other end can't hear of it yet."""
+        self._closed = self._dead = True
+        self._incoming.queue.close()
+        self._leave()
+
+    def bury(self) -> None:
+        """Let the other end hear of what `die` did."""
+        self._dead = False
+        self.abort(TransportError(f"the connection to {self.local} was reset"))
+
+    def reset(self) -> None:
+        """Break both ways, as a middlebox or a failing link does."""
+        self.abort(TransportError(f"the connection {self.local} > {self.remote} was reset"))
+
+    def end(self) -> None:
+        """End both ways in order after what is under way, though neither end asked for it."""
+        for way in (self._outgoing, self._incoming):
+            if not way.queue.ended:
+                way.push(None)
+        self._leave()
+
     def _leave(self) -> None:
         for owner in self.owners:
-            owner.discard(self)
+            owner.pop(self, None)
 
     def flush(self) -> None:
         """Deliver what waited for a cut link."""
@@ -159,7 +219,7 @@ def connected_streams(
     listener: _End,
     *,
     clock: Clock,
-    owners: tuple[set[MemoryStream], set[MemoryStream]],
+    owners: tuple[Owner, Owner],
 ) -> tuple[MemoryStream, MemoryStream]:
     """The two ends of a new stream, each given as (peer, link away from it, its limits).
 
@@ -171,6 +231,6 @@ def connected_streams(
     far = MemoryStream(far_peer, near_peer, (back, out), far_limits)
     near.peer_limits, far.peer_limits = far_limits, near_limits
     near.owners, far.owners = owners, owners[:1]
-    owners[0].update((near, far))
-    owners[1].add(near)
+    owners[0].update({near: None, far: None})
+    owners[1][near] = None
     return near, far
