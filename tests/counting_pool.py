@@ -11,7 +11,7 @@ from bloombee.errors import KVFull, RequestError
 from bloombee.kv.interface import AttendPlan, BatchItem, KVPool, KVShape
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
 SPAN = Span(0, 4)
 WIDTH = 3
@@ -42,11 +42,18 @@ class CountingPool(KVPool):
     def free_tokens(self) -> int:
         return self._total - sum(self.reserved.values())
 
-    def reserve(self, session: SessionId, sequences: int, max_length: int) -> None:
-        if sequences * max_length > self.free_tokens:
-            raise KVFull(f"{self.free_tokens} tokens free, {sequences * max_length} asked for")
+    def reserve(
+        self,
+        session: SessionId,
+        sequences: int,
+        max_length: int,
+        released: Collection[int] = (),
+    ) -> None:
+        asked = (sequences - len(released)) * max_length
+        if asked > self.free_tokens:
+            raise KVFull(f"{self.free_tokens} tokens free, {asked} asked for")
         self.held[session] = [0] * sequences
-        self.reserved[session] = sequences * max_length
+        self.reserved[session] = asked
 
     def free(self, session: SessionId) -> None:
         self.held.pop(session, None)

@@ -13,7 +13,7 @@ copied. `common[i, j]` counts the leading tokens sequences i and j surely share.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 import torch
@@ -66,15 +66,25 @@ class ContiguousPool(KVPool):
     def free_tokens(self) -> int:
         return self._ledger.free_pages * self.page_tokens
 
-    def reserve(self, session: SessionId, sequences: int, max_length: int) -> None:
-        self._ledger.admit(session, sequences, max_length)
-        slots = self._slots.take(sequences)
+    def reserve(
+        self,
+        session: SessionId,
+        sequences: int,
+        max_length: int,
+        released: Collection[int] = (),
+    ) -> None:
+        self._ledger.admit(session, sequences, max_length, released)
+        live = sequences - len(set(released))
+        slots = self._slots.take(live)
         if slots is None:
             raise KVFull(
-                f"{sequences} sequences asked for, {len(self._slots.free)} of {self._slots.count} "
+                f"{live} sequences asked for, {len(self._slots.free)} of {self._slots.count} "
                 "slots are free; wait for a session to end"
             )
-        self._ledger.open(session, max_length, slots)
+        places = iter(slots)
+        self._ledger.open(
+            session, max_length, [None if i in released else next(places) for i in range(sequences)]
+        )
 
     def free(self, session: SessionId) -> None:
         for held in self._ledger.close(session):

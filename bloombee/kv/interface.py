@@ -14,7 +14,7 @@ under way at once if they share no sequence. Attend under `torch.inference_mode`
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -82,9 +82,16 @@ class KVPool(ABC):
         """Tokens in pages that no session has reserved."""
 
     @abstractmethod
-    def reserve(self, session: SessionId, sequences: int, max_length: int) -> None:
+    def reserve(
+        self,
+        session: SessionId,
+        sequences: int,
+        max_length: int,
+        released: Collection[int] = (),
+    ) -> None:
         """Reserve `sequences` x `max_length` tokens, rounded up to pages per sequence.
 
+        Sequences that are `released` from the start take nothing.
         Raises KVFull (says how many tokens were free and asked for), RequestError
         when the session exists or a number is not positive. Takes nothing then.
         """

@@ -6,7 +6,7 @@ same calls. `Place` is whatever the pool needs to find a sequence's memory.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -79,8 +79,14 @@ class Ledger(Generic[Place]):
         self.free_pages = total_pages
         self.accounts: dict[SessionId, Account[Place]] = {}
 
-    def admit(self, session: SessionId, sequences: int, max_length: int) -> int:
-        """Pages each sequence would reserve; changes nothing.
+    def admit(
+        self,
+        session: SessionId,
+        sequences: int,
+        max_length: int,
+        released: Collection[int] = (),
+    ) -> int:
+        """Pages each sequence that isn't `released` would reserve; changes nothing.
 
         Raises RequestError (numbers not positive or too large, session exists) and KVFull.
         """
@@ -94,22 +100,27 @@ class Ledger(Generic[Place]):
             )
         if session in self.accounts:
             raise RequestError(f"session {session.hex()} is already open; close it first")
+        if not set(released) <= set(range(sequences)):
+            raise RequestError(f"{sorted(released)} released of only {sequences} sequences")
         pages = -(-max_length // self.page_tokens)
-        if sequences * pages > self.free_pages:
-            asked = sequences * pages * self.page_tokens
+        live = sequences - len(set(released))
+        if live * pages > self.free_pages:
+            asked = live * pages * self.page_tokens
             free = self.free_pages * self.page_tokens
             raise KVFull(
-                f"{asked} KV tokens asked for ({sequences} sequences of {max_length}), "
+                f"{asked} KV tokens asked for ({live} sequences of {max_length}), "
                 f"{free} of {self.total_pages * self.page_tokens} free; "
                 "ask for less or wait for a session to end"
             )
         return pages
 
-    def open(self, session: SessionId, max_length: int, places: Sequence[Place]) -> None:
-        """Take the pages that `admit` allowed, one share for each place."""
-        pages = self.admit(session, len(places), max_length)
-        self.free_pages -= pages * len(places)
-        self.accounts[session] = Account(max_length, pages, [Held(place) for place in places])
+    def open(self, session: SessionId, max_length: int, places: Sequence[Place | None]) -> None:
+        """Take the pages that `admit` allowed, one share for each place; None is released."""
+        released = [index for index, place in enumerate(places) if place is None]
+        pages = self.admit(session, len(places), max_length, released)
+        self.free_pages -= pages * (len(places) - len(released))
+        sequences = [None if place is None else Held(place) for place in places]
+        self.accounts[session] = Account(max_length, pages, sequences)
 
     def close(self, session: SessionId) -> list[Held[Place]]:
         """Forget the session; returns its live sequences. Empty for unknown sessions.

@@ -10,7 +10,7 @@ the device.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -73,8 +73,17 @@ class PagedPool(KVPool):
     def free_tokens(self) -> int:
         return self._ledger.free_pages * self.page_tokens
 
-    def reserve(self, session: SessionId, sequences: int, max_length: int) -> None:
-        self._ledger.open(session, max_length, [[] for _ in range(max(0, sequences))])
+    def reserve(
+        self,
+        session: SessionId,
+        sequences: int,
+        max_length: int,
+        released: Collection[int] = (),
+    ) -> None:
+        self._ledger.admit(session, sequences, max_length, released)
+        self._ledger.open(
+            session, max_length, [None if i in released else [] for i in range(sequences)]
+        )
 
     def free(self, session: SessionId) -> None:
         for held in self._ledger.close(session):

@@ -6,7 +6,7 @@ the interface: its own accounting, and visibility decided token by token.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -95,13 +95,21 @@ class PlainPool(KVPool):
             used += live * -(-session.max_length // self.page_tokens)
         return self._total - used * self.page_tokens
 
-    def reserve(self, session: SessionId, sequences: int, max_length: int) -> None:
+    def reserve(
+        self,
+        session: SessionId,
+        sequences: int,
+        max_length: int,
+        released: Collection[int] = (),
+    ) -> None:
         if session in self._sessions or sequences < 1 or max_length < 1:
             raise RequestError("the session exists or a number is not positive")
-        asked = sequences * -(-max_length // self.page_tokens) * self.page_tokens
+        asked = (
+            (sequences - len(set(released))) * -(-max_length // self.page_tokens) * self.page_tokens
+        )
         if asked > self.free_tokens:
             raise KVFull(f"{asked} tokens asked for, {self.free_tokens} free")
-        held: list[PlainSequence | None] = [PlainSequence() for _ in range(sequences)]
+        held = [None if i in released else PlainSequence() for i in range(sequences)]
         self._sessions[session] = PlainSession(max_length, held)
 
     def max_length(self, session: SessionId) -> int:

@@ -105,16 +105,22 @@ class Executor:
         else:
             self._intake.put(work)
 
-    async def call(self, function: Callable[[KVPool], T]) -> T:
-        """What `function` returns or raises, run on the compute thread before waiting steps.
+    def ask(self, function: Callable[[KVPool], T]) -> asyncio.Future[T]:
+        """Have `function` run on the compute thread before waiting steps.
 
-        Raises PeerStopping once the executor has stopped.
+        The future gets what it returns or raises, PeerStopping once the executor has
+        stopped. `function` runs even when the future is cancelled.
         """
-        if self._closed:
-            raise PeerStopping(STOPPING)
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        self._intake.put(_Call(function, future))
-        return await future
+        if self._closed:
+            future.set_exception(PeerStopping(STOPPING))
+        else:
+            self._intake.put(_Call(function, future))
+        return future
+
+    async def call(self, function: Callable[[KVPool], T]) -> T:
+        """What `function` returns or raises, run as by `ask`."""
+        return await self.ask(function)
 
     async def reserve(self, session: SessionId, sequences: int, max_length: int) -> int:
         """Reserve KV of a session; returns how many tokens are free after it.

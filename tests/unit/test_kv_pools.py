@@ -59,6 +59,23 @@ def step(
 
 
 @both
+def test_sequences_released_from_the_start_take_nothing(make: MakePool) -> None:
+    pool = make(4, 100, 16)
+    with pytest.raises(RequestError, match="of only 3 sequences"):
+        pool.reserve(ONE, 3, 17, released=(3,))
+    pool.reserve(ONE, 3, 17, released=(1,))
+    assert pool.free_tokens == 0
+    with pytest.raises(RequestError, match="released ones are gone"):
+        pool.truncate(ONE, 1, 0)
+    step(pool, chain((0, 0, 3), (2, 0, 2)), 1)
+    assert pool.lengths(ONE) == (3, 0, 2)
+    pool.check_integrity()
+    pool.free(ONE)
+    assert pool.free_tokens == 64
+    pool.check_integrity()
+
+
+@both
 def test_reservation_counts_whole_pages(make: MakePool) -> None:
     pool = make(10, 100, 16)
     assert (pool.total_tokens, pool.free_tokens) == (160, 160)
