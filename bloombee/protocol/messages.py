@@ -351,27 +351,31 @@ class Fetch(Message, frozen=True, array_like=True, tag=True):
 
 
 class Pages(Message, frozen=True, array_like=True, tag=True):
-    """A piece of one sequence, as the frame's payload: `count` tokens from `first` on.
+    """A piece of one sequence, as the frame's payload: `count` of `whole` tokens from `first` on.
 
     `kv`: keys `[count, K, E]`, then values, of `block`, in the pool's dtype.
     `journal`: rows `[count, D]` that were sent on, in the session's dtype.
+    `output`: rows that the client may ask for again; `sequence` counts the outputs.
+    They come in that order, each kind by sequence, block and position.
     `total_bytes` is the payload of the whole hand-over.
     """
 
     session: Id16
-    kind: Literal["kv", "journal"]
+    kind: Literal["kv", "journal", "output"]
     sequence: Index
     block: Index
     first: Index
     count: Index
     dtype: WireDtype
     total_bytes: U63
+    whole: Index = 0
 
 
 class HandedOver(Message, frozen=True, array_like=True, tag=True):
     """All pages were sent. Per sequence: its length, newest step, and whether it is released.
 
-    `included` are steps whose operations are done though their tokens are not in.
+    `included` are steps whose operations are done though their tokens are not in;
+    `outputs` the steps whose outputs were among the pages, in that order.
     """
 
     session: Id16
@@ -379,6 +383,7 @@ class HandedOver(Message, frozen=True, array_like=True, tag=True):
     newest_steps: tuple[U63, ...]
     released: tuple[bool, ...]
     included: tuple[U63, ...] = ()
+    outputs: tuple[U63, ...] = ()
 
 
 # Questions ------------------------------------------------------------------
