@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 FAILED = 1
 INTERRUPTED = 130
 MIN_KEY_BYTES = 16
+_ENDING = (signal.SIGINT, signal.SIGTERM)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,12 +103,17 @@ def run_to_end(prog: str, work: Callable[[], None]) -> int:
 
 
 def run_until_stopped(
-    prog: str, work: Coroutine[Any, Any, None], loop_factory: LoopFactory | None = None
+    prog: str,
+    work: Coroutine[Any, Any, None],
+    loop_factory: LoopFactory | None = None,
+    *,
+    also: signal.Signals | None = None,
 ) -> int:
     """Run `work`, cancelling it on SIGINT and SIGTERM; returns the exit code.
 
-    `work` cleans up in its `finally`; a second signal ends the process in the
-    default way. Being told to stop is success. Errors of the tree become one line on
+    `work` cleans up in its `finally`; a second of them ends the process at once, in
+    the default way. A signal `also` cancels it too, and does nothing more when it
+    comes again. Being told to stop is success. Errors of the tree become one line on
     standard error and exit code 1.
     """
     told = False
@@ -116,15 +122,15 @@ def run_until_stopped(
         loop = asyncio.get_running_loop()
         task = asyncio.current_task()
 
-        def stop(signum: signal.Signals) -> None:
+        def stop() -> None:
             nonlocal told
-            told = True
-            loop.remove_signal_handler(signum)
-            if task is not None:
+            if task is not None and not told:
+                told = True
+                _end_at_the_next_signal(loop)
                 task.cancel()
 
-        for signum in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(signum, stop, signum)
+        for signum in _ENDING if also is None else (*_ENDING, also):
+            loop.add_signal_handler(signum, stop)
         await work
 
     try:
@@ -139,3 +145,9 @@ def run_until_stopped(
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     return 0
+
+
+def _end_at_the_next_signal(loop: asyncio.AbstractEventLoop) -> None:
+    for signum in _ENDING:
+        loop.remove_signal_handler(signum)
+        signal.signal(signum, signal.SIG_DFL)

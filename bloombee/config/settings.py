@@ -21,6 +21,12 @@ from bloombee.config.fields import (
     Prompt,
 )
 
+DRAIN_HELP = (
+    "tell the servers that you run on this machine to hand their sessions over and end, and "
+    "wait until they are gone; needs no other flag"
+)
+PID_HELP = "with --drain: only the server with this process id"
+
 
 class NetworkSettings(Settings):
     """How to reach a swarm."""
@@ -132,6 +138,8 @@ class ServerSettings(ListenSettings):
         ge=0,
         description="time for sessions to move to other servers when this one is told to stop",
     )
+    drain: bool = Field(default=False, description=DRAIN_HELP)
+    pid: PositiveInt | None = Field(default=None, description=PID_HELP)
     max_frame_bytes: PositiveInt = Field(
         default=64 << 20, description="largest message accepted from a peer"
     )
@@ -141,6 +149,10 @@ class ServerSettings(ListenSettings):
 
     @model_validator(mode="after")
     def _coherent(self) -> ServerSettings:
+        if self.drain:
+            raise ValueError("--drain stands on the command line, alone or with --pid")
+        if self.pid is not None:
+            raise ValueError("--pid names the server that --drain is for; add --drain")
         if not self.new_swarm and not self.initial_peers:
             raise ValueError(
                 "give --initial-peers MADDR ... to join a swarm or --new-swarm to start one"
@@ -148,6 +160,14 @@ class ServerSettings(ListenSettings):
         if self.blocks is not None and self.num_blocks is not None:
             raise ValueError("--blocks and --num-blocks exclude each other; leave one out")
         return self
+
+
+class DrainSettings(Settings):
+    """`bloombee-server --drain`."""
+
+    drain: bool = Field(default=False, description=DRAIN_HELP)
+    pid: PositiveInt | None = Field(default=None, description=PID_HELP)
+    log_level: LogLevel = Field(default="warning", description="least severity of what is logged")
 
 
 class StatusSettings(NetworkSettings):

@@ -49,7 +49,7 @@ class Pieces:
     ) -> None:
         self._terms = terms
         self._carried = carried
-        self._kv_dtype = cast("WireDtype", compression.wire_dtype(shape.dtype))
+        self._kv_dtype: WireDtype = cast("WireDtype", compression.wire_dtype(shape.dtype))
         token_bytes = 2 * shape.kv_heads * shape.head_size * shape.dtype.itemsize
         row_bytes = terms.hidden_size * compression.torch_dtype(terms.wire_dtype).itemsize
         journal = [len(rows) for rows in carried.journal or ()]
