@@ -26,6 +26,11 @@ TESTS = Path(__file__).parent
 FOLDERS = ("unit", "swarm", "parity", "e2e")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--fault-seed N`: of the seeded faults of tests/swarm/test_chaos.py run only these."""
+    parser.addoption("--fault-seed", type=int, help="run one seed of test_chaos, with its full log")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The folder is the marker; a test outside of them is a mistake."""
     for item in items:

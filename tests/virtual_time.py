@@ -129,6 +129,11 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         for due in self._frozen.pop(process, []):
             super().call_soon(due, context=due.context)
 
+    def thaw_all(self) -> None:
+        """Thaw every process."""
+        for name in list(self._frozen):
+            self.thaw(name)
+
     def keep(self, process: str, due: _Due) -> bool:
         """Whether `process` is frozen; `due` is kept for it then."""
         kept = self._frozen.get(process)
@@ -169,6 +174,10 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
 
 
 def run(main: Coroutine[Any, Any, T], *, patience_s: float = 0.0) -> T:
-    """Run `main` to its end in virtual time."""
-    with asyncio.Runner(loop_factory=lambda: VirtualTimeLoop(patience_s)) as runner:
-        return runner.run(main)
+    """Run `main` to its end in virtual time; who is still frozen then ends too."""
+    loop = VirtualTimeLoop(patience_s)
+    with asyncio.Runner(loop_factory=lambda: loop) as runner:
+        try:
+            return runner.run(main)
+        finally:
+            loop.thaw_all()

@@ -6,7 +6,10 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import contextvars
 
 
 class Clock(Protocol):
@@ -19,6 +22,22 @@ class Clock(Protocol):
     def call_later(self, delay: float, callback: Callable[..., Any], /, *args: Any) -> object:
         """Call `callback(*args)` in the event loop's thread after `delay` seconds."""
         ...
+
+
+class NetworkClock:
+    """A clock whose timers run in the network's context, not in that of who sends."""
+
+    def __init__(self, clock: Clock, context: contextvars.Context) -> None:
+        self._clock = clock
+        self._context = context
+
+    def time(self) -> float:
+        """Seconds, from any origin."""
+        return self._clock.time()
+
+    def call_later(self, delay: float, callback: Callable[..., Any], /, *args: Any) -> object:
+        """As `Clock.call_later`."""
+        return self._context.run(self._clock.call_later, delay, callback, *args)
 
 
 class Fate(StrEnum):

@@ -29,7 +29,7 @@ from bloombee.errors import (
 )
 from bloombee.transport import serving
 from bloombee.transport.interface import Endpoint, StreamHandler, TransportLimits
-from bloombee.transport.links import Clock, Fate, Link, LinkShape, Observer
+from bloombee.transport.links import Clock, Fate, Link, LinkShape, NetworkClock, Observer
 from bloombee.transport.memory_stream import MemoryStream, Owner, connected_streams
 from bloombee.transport.tasks import TaskOwner
 
@@ -57,6 +57,7 @@ class MemoryNetwork:
         self._seed = seed
         self._shape = link or LinkShape()
         self._clock = clock
+        self._context = contextvars.copy_context()
         self._links: dict[tuple[str, str], Link] = {}
         self._listeners: dict[str, MemoryListener] = {}
         self.observer: Observer | None = None
@@ -69,7 +70,7 @@ class MemoryNetwork:
     @property
     def clock(self) -> Clock:
         """The clock given, or the running event loop."""
-        return self._clock or asyncio.get_running_loop()
+        return NetworkClock(self._clock or asyncio.get_running_loop(), self._context)
 
     def listener(
         self, peer: str, address: str = "", *, limits: TransportLimits | None = None

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import random
+from typing import TYPE_CHECKING
 
 import pytest
 
+from bloombee.transport.links import LinkShape
 from bloombee.transport.memory import MemoryNetwork
 from tests.virtual_time import VirtualTimeLoop, process, run
+
+if TYPE_CHECKING:
+    from bloombee.transport.interface import Stream
 
 
 def loop() -> VirtualTimeLoop:
@@ -80,7 +85,7 @@ def test_what_is_sent_to_a_frozen_server_waits_and_dialing_it_works() -> None:
         network = MemoryNetwork()
         seen: list[float] = []
 
-        async def serve(stream: object) -> None:
+        async def serve(stream: Stream) -> None:
             seen.append(loop().time())
             await asyncio.sleep(0)
             seen.append(loop().time())
@@ -98,6 +103,26 @@ def test_what_is_sent_to_a_frozen_server_waits_and_dialing_it_works() -> None:
         loop().thaw("server")
         assert await stream.receive() is None
         assert seen == [60.0, 60.0]
+
+    run(main())
+
+
+def test_what_a_frozen_process_had_sent_before_still_arrives() -> None:
+    async def main() -> None:
+        network = MemoryNetwork(link=LinkShape(delay_s=1.0))
+
+        async def serve(stream: Stream) -> None:
+            await stream.send([b"hello"])
+            await stream.receive()
+
+        listener = network.listener("server")
+        with process("server"):
+            await listener.start(serve)
+        stream = await network.dialer("client").dial(listener.endpoint, 5.0)
+        await asyncio.sleep(0.5)
+        loop().freeze("server")
+        assert await stream.receive() == b"hello"
+        await stream.close()
 
     run(main())
 

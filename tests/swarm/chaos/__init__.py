@@ -1,0 +1,1 @@
+"""Swarms under seeded faults, in virtual time."""
