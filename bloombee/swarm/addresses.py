@@ -78,6 +78,14 @@ def split_host_port(text: str, default_port: int) -> tuple[str, int]:
     return host, int(port or default_port)
 
 
+def host_and_port(transport: str) -> tuple[str, int] | None:
+    """Where a multiaddress of plain TCP leads; None for any other."""
+    words = transport.split("/")
+    if len(words) != 5 or words[3] != "tcp" or not _is_port(words[4]):
+        return None
+    return words[2], int(words[4])
+
+
 def _is_peer_id(text: str) -> bool:
     try:
         raw = base58.b58decode(text)

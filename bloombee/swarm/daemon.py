@@ -20,10 +20,11 @@ from typing import TYPE_CHECKING, Self
 from bloombee.config.environment import child_environment
 from bloombee.errors import SettingsError, SwarmError
 from bloombee.swarm import tether
-from bloombee.swarm.runtime_folder import RuntimeFolder
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from bloombee.swarm.runtime_folder import RuntimeFolder
 
 _READY = b"Peer Addrs:"
 _TAIL_BYTES = 2048
@@ -54,33 +55,35 @@ class DaemonOptions:
 class Daemon:
     """A running p2pd. `control` is the path of its control socket."""
 
-    def __init__(self, process: subprocess.Popen[bytes], folder: RuntimeFolder) -> None:
-        self.control = folder.path / "control.sock"
+    def __init__(
+        self, process: subprocess.Popen[bytes], lifeline: int, folder: RuntimeFolder
+    ) -> None:
+        self.control = control_socket(folder)
         self.folder = folder.path
         self.pid = process.pid
         self._process = process
         self._output = _Output()
         # Runs at exit, too, when nobody closed the node.
-        self._discard = weakref.finalize(self, _discard, process, folder)
+        self._discard = weakref.finalize(self, _discard, process, lifeline, folder)
 
     @classmethod
-    async def start(cls, options: DaemonOptions) -> Self:
-        """Start p2pd and wait until it serves.
+    async def start(cls, options: DaemonOptions, folder: RuntimeFolder) -> Self:
+        """Start p2pd, its sockets in `folder`, and wait until it serves.
 
         The calling thread must live as long as the daemon: on Linux the daemon is
         killed when that thread ends. Raises SettingsError when it can't listen where
         `options` say, SwarmError when it doesn't start.
         """
-        folder = RuntimeFolder.create()
+        control = control_socket(folder)
+        control.unlink(missing_ok=True)  # of one that was killed: nobody can listen there again
         try:
-            process = _spawn(options, folder.path / "control.sock")
+            process, lifeline = _spawn(options, control)
         except OSError as error:
-            folder.remove()
             raise SwarmError(
                 f"can't start the libp2p daemon {options.binary}: {error.strerror}; "
                 "reinstall hivemind for this platform"
             ) from error
-        daemon = cls(process, folder)
+        daemon = cls(process, lifeline, folder)
         try:
             async with asyncio.timeout(options.start_deadline_s):
                 await daemon._until_ready(options)
@@ -114,6 +117,11 @@ class Daemon:
         code = self._process.poll()
         return f"exit code {code}, {self._output.last_words}"
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether the daemon has ended, for whatever reason."""
+        return self._output.ended.is_set()
+
     async def ended(self) -> None:
         """Return when the daemon has ended, for whatever reason."""
         await self._output.ended.wait()
@@ -124,7 +132,7 @@ class Daemon:
             await asyncio.sleep(_EXIT_POLL_S)
 
     async def stop(self) -> None:
-        """End the daemon, by force after two seconds; removes its sockets. Never raises."""
+        """End the daemon, by force after two seconds. Never raises."""
         self._process.terminate()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_KILL_AFTER_S):
@@ -132,7 +140,7 @@ class Daemon:
         self.kill()
 
     def kill(self) -> None:
-        """End the daemon at once; removes its sockets. From any thread, and repeatedly."""
+        """End the daemon at once. From any thread, and repeatedly."""
         self._discard()
 
 
@@ -150,7 +158,7 @@ class _Output(asyncio.Protocol):
         self._buffer += data
         if not self.is_ready and _READY in self._buffer:
             self.is_ready = True
-            self._buffer = b""  # its greeting explains no later failure
+            self._buffer = b""  # its greeting, less a few addresses, explains no later failure
             self.ready_or_ended.set()
         self._buffer = self._buffer[-_TAIL_BYTES:]
 
@@ -162,16 +170,24 @@ class _Output(asyncio.Protocol):
     @property
     def last_words(self) -> str:
         lines = self._buffer.decode(errors="replace").split("\n")
-        return next((line.strip() for line in reversed(lines) if line.strip()), "no message")
+        said = (line.strip() for line in reversed(lines))
+        return next((line for line in said if line and not line.startswith("/")), "no message")
 
 
-def _discard(process: subprocess.Popen[bytes], folder: RuntimeFolder) -> None:
+def control_socket(folder: RuntimeFolder) -> Path:
+    """Where the daemon of `folder` listens for requests, every one that is started there."""
+    return folder.path / "control.sock"
+
+
+def _discard(process: subprocess.Popen[bytes], lifeline: int, folder: RuntimeFolder) -> None:
     process.kill()
     process.wait()
-    folder.remove()
+    os.close(lifeline)
+    del folder  # held until here, or it would be removed under the daemon
 
 
-def _spawn(options: DaemonOptions, control: Path) -> subprocess.Popen[bytes]:
+def _spawn(options: DaemonOptions, control: Path) -> tuple[subprocess.Popen[bytes], int]:
+    """The daemon, and the end of a pipe that mode `pipe` watches: close it when it has ended."""
     key_read, key_write = os.pipe()
     alive_read, alive_write = os.pipe()
     try:
@@ -193,9 +209,7 @@ def _spawn(options: DaemonOptions, control: Path) -> subprocess.Popen[bytes]:
     finally:
         for descriptor in (key_read, key_write, alive_read):
             os.close(descriptor)
-    # Open until this process or the Popen object is gone: mode `pipe` watches it.
-    weakref.finalize(process, os.close, alive_write)
-    return process
+    return process, alive_write
 
 
 def _environment(options: DaemonOptions) -> dict[str, str]:

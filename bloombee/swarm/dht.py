@@ -10,6 +10,7 @@ this; a fork next to torch, gRPC and notebook threads is what we avoid.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from dataclasses import dataclass
@@ -26,19 +27,23 @@ from hivemind.proto import dht_pb2
 from hivemind.utils.logging import use_hivemind_log_handler
 from hivemind.utils.multiaddr import Multiaddr
 
+from bloombee.core import PeerId
 from bloombee.errors import SwarmError
+from bloombee.swarm.addresses import PeerAddress
 from bloombee.swarm.envelope import unseal
 from bloombee.swarm.records import MAX_LIFETIME_S
-from bloombee.transport.p2p_control import DaemonControl
+from bloombee.transport.p2p_control import FAILURES, DaemonControl
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from bloombee.swarm.addresses import PeerAddress
     from bloombee.swarm.daemon import Daemon
 
 P2PD = str(Path(hivemind.hivemind_cli.__file__).with_name("p2pd"))
 RPC_DEADLINE_S = 3.0
+_LOCAL_S = 1.0
+"""For the daemon on this machine to answer."""
+_log = logging.getLogger(__name__)
 # A generated module, whose members no type checker sees.
 _dht: Any = dht_pb2
 
@@ -94,14 +99,19 @@ class Dht:
         self._client_mode = client_mode
 
     @classmethod
-    async def start(cls, daemon: Daemon, *, client_mode: bool) -> Self:
-        """A node on `daemon` that knows no peers yet."""
+    async def start(cls, daemon: Daemon, *, client_mode: bool, last: Self | None = None) -> Self:
+        """A node on `daemon` that knows no peers yet.
+
+        It takes the place of `last`, whose daemon is gone: under the same id, with what
+        was stored there.
+        """
         _quiet_hivemind()
         # hivemind names its sockets after a class attribute; ours go into the daemon's folder.
         attached = type("P2P", (P2P,), {"_UNIX_SOCKET_PREFIX": f"/unix{daemon.folder}/"})
         p2p: P2P = await attached.replicate(Multiaddr(f"/unix{daemon.control}"))
         node = await DHTNode.create(
             p2p=p2p,
+            node_id=None if last is None else last._node.node_id,
             client_mode=client_mode,
             record_validator=OwnedValues(),
             wait_timeout=RPC_DEADLINE_S,
@@ -109,13 +119,54 @@ class Dht:
             cache_locally=False,
             cache_nearest=0,
             cache_on_store=False,
+            # By default the time for which a silent peer isn't asked doubles without end.
+            backoff_rate=1.0,
         )
+        if last is not None:
+            node.protocol.storage = last._node.protocol.storage
         return cls(p2p, node, DaemonControl(daemon.control), client_mode=client_mode)
 
     @property
     def knows_peers(self) -> bool:
         """Whether any other node is left in the routing table."""
         return len(self._node.protocol.routing_table.uid_to_peer_id) > 0
+
+    def forgive(self) -> bool:
+        """Ask all peers again, also those that did not answer a moment ago; False if there's none.
+
+        One that was only away while it started again is back sooner than it is asked.
+        """
+        banned = len(self._node.blacklist.banned_peers) > 0
+        self._node.blacklist.clear()
+        return banned
+
+    def knows(self, peer: PeerId) -> bool:
+        """Whether `peer` is in the routing table."""
+        return PeerID.from_base58(peer) in self._node.protocol.routing_table
+
+    async def neighbours(self, limit: int) -> tuple[PeerAddress, ...]:
+        """Up to `limit` nodes of the routing table and where they listen."""
+        table = self._node.protocol.routing_table
+        peers = [peer.to_base58() for peer in list(table.peer_id_to_uid)[-limit:]]
+        found = await asyncio.gather(*(self._address(peer) for peer in peers))
+        return tuple(address for address in found if address is not None)
+
+    async def _address(self, peer: str) -> PeerAddress | None:
+        try:
+            async with asyncio.timeout(_LOCAL_S):
+                transports = await self._control.addresses_of(peer)
+        except FAILURES as error:
+            _log.debug("the daemon knows no address of %s: %r", peer, error)
+            return None
+        return PeerAddress(PeerId(peer), transports) if transports else None
+
+    async def cut(self, peer: PeerId) -> None:
+        """Cut all connections to `peer`; the next call makes a new one. Never raises."""
+        try:
+            async with asyncio.timeout(_LOCAL_S):
+                await self._control.disconnect(peer)
+        except FAILURES as error:
+            _log.debug("the connection to %s can't be cut: %r", peer, error)
 
     async def addresses(self) -> tuple[str, ...]:
         """The multiaddresses under which others can dial this node; none for a client."""
@@ -133,7 +184,12 @@ class Dht:
         protocol: Any = self._node.protocol
         request = _dht.PingRequest(peer=protocol.node_info, validate=not self._client_mode)
         asked_at = time.time()
-        reply = await protocol.get_stub(peer_id).rpc_ping(request, timeout=RPC_DEADLINE_S)
+        try:
+            reply = await protocol.get_stub(peer_id).rpc_ping(request, timeout=RPC_DEADLINE_S)
+        except TimeoutError:
+            # After an outage a connection may seem to stand that carries nothing for minutes.
+            await self.cut(peer.peer)
+            raise
         skew_s = reply.dht_time - (asked_at + time.time()) / 2
         await protocol.update_routing_table(DHTID.from_bytes(reply.peer.node_id), peer_id)
         return Greeting(skew_s, sees_us=bool(reply.available) or self._client_mode)
@@ -172,6 +228,11 @@ class Dht:
     async def close(self) -> None:
         """Stop answering; the daemon is stopped by whoever started it."""
         await self._node.shutdown()
+        await self._p2p.shutdown()
+
+    async def abandon(self) -> None:
+        """Let go of a node whose daemon is gone. Never raises."""
+        self._node.is_alive = False
         await self._p2p.shutdown()
 
 

@@ -79,6 +79,21 @@ async def join(
     return tuple(joined)
 
 
+async def greet_quietly(dht: Dht, peers: Sequence[PeerAddress], peer_s: float) -> None:
+    """Connect to those of `peers` that answer within `peer_s`; the others are no news."""
+
+    async def attempt(peer: PeerAddress) -> None:
+        try:
+            async with asyncio.timeout(peer_s):
+                await dht.greet(peer)
+        except Exception as error:  # noqa: BLE001 - hivemind raises whatever the daemon said
+            _log.debug("%s is still away: %s", _where(peer), _reason(error))
+
+    async with asyncio.TaskGroup() as group:
+        for peer in peers:
+            group.create_task(attempt(peer))
+
+
 async def _until_first(tasks: Sequence[asyncio.Task[None]], answered: asyncio.Task[bool]) -> None:
     waiting: set[asyncio.Task[None]] = set(tasks)
     while waiting and not answered.done():

@@ -11,23 +11,17 @@ import contextlib
 import fcntl
 import logging
 import os
-import socket
 import time
-from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Self
 
 from bloombee.core import Span
 from bloombee.errors import SettingsError, SwarmError
-from bloombee.swarm.addresses import (
-    PeerAddress,
-    announced_multiaddress,
-    listen_multiaddress,
-    parse_peers,
-)
-from bloombee.swarm.daemon import Daemon, DaemonOptions
-from bloombee.swarm.dht import P2PD, Dht
-from bloombee.swarm.joining import JoinDeadlines, check_clock, join
+from bloombee.swarm.addresses import host_and_port, parse_peers
+from bloombee.swarm.contact import Contact
 from bloombee.swarm.keys import model_keys, span_keys
+from bloombee.swarm.options import NodeOptions, daemon_options
+from bloombee.swarm.outage import Outage
 from bloombee.swarm.publisher import Publisher
 from bloombee.swarm.records import (
     MAX_BLOCKS,
@@ -36,56 +30,48 @@ from bloombee.swarm.records import (
     decode_model,
     decode_server,
 )
+from bloombee.swarm.runtime_folder import RuntimeFolder
+from bloombee.swarm.supervisor import Life, Supervisor
 from bloombee.swarm.view import SwarmSnapshot, assemble, elect_models
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from pathlib import Path
 
+    from bloombee.swarm.addresses import PeerAddress
+    from bloombee.swarm.dht import Dht, StoredValue
     from bloombee.swarm.identity import Identity
 
 _MAX_MODELS = 64
 """Models looked up for an overview; the most announced come first."""
+_LEFT = "this node has left the swarm"
 _CLOSE_STEP_S = 1.0
 _MAX_DOUBLINGS = 10
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class NodeOptions:
-    """How a process takes part in the DHT.
-
-    `announce` is `HOST` or `HOST:PORT` as others see it. In `client_mode` the node
-    asks but doesn't listen and stores nothing. A record expires
-    `record_lifetime_s` after its last refresh.
-    """
-
-    initial_peers: tuple[str, ...] = ()
-    host: str = "127.0.0.1"
-    port: int = 0
-    announce: str | None = None
-    client_mode: bool = False
-    record_lifetime_s: float = 30.0
-    refresh_s: float = 10.0
-    start_deadline_s: float = 40.0
-    call_deadline_s: float = 10.0
-
-
 class Membership:
     """Built by `start`; `run` must run beside the calls; ended by `close`."""
 
-    def __init__(self, options: NodeOptions, identity: Identity, dht: Dht, daemon: Daemon) -> None:
+    def __init__(
+        self,
+        options: NodeOptions,
+        identity: Identity,
+        supervisor: Supervisor,
+        peers: tuple[PeerAddress, ...],
+    ) -> None:
         self._options = options
-        self._dht = dht
-        self._daemon = daemon
-        self._publisher = Publisher(dht, identity, options.record_lifetime_s)
-        self._peers: tuple[PeerAddress, ...] = ()
-        self._closing = False
+        self._supervisor = supervisor
+        self._publisher = Publisher(self._store, identity, options.record_lifetime_s)
+        self._contact = Contact(peers, options.record_lifetime_s / 2, supervisor.renew)
+        self._outage = Outage()
         self._undo = contextlib.AsyncExitStack()
+        self._due = asyncio.Event()
+        self._leaving = asyncio.Event()
+        self._left = asyncio.Event()
         self._error: SwarmError | None = None
         self.addresses: tuple[str, ...] = ()
-        self.clock_skew_s = 0.0
-        self.control = daemon.control
+        self.control = supervisor.life.daemon.control
 
     @classmethod
     async def start(cls, options: NodeOptions, identity: Identity) -> Self:
@@ -95,129 +81,180 @@ class Membership:
         SwarmError when no initial peer answers or the clock is too far off.
         """
         peers = _others(parse_peers(options.initial_peers), identity)
-        daemon_options = _daemon_options(options, identity, peers)
         async with contextlib.AsyncExitStack() as undo:
             if identity.path is not None:
                 undo.callback(os.close, _claim(identity.path))
-            daemon = await Daemon.start(daemon_options)
-            undo.callback(daemon.kill)
-            dht = await Dht.start(daemon, client_mode=options.client_mode)
-            member = cls(options, identity, dht, daemon)
-            member._peers = peers
-            await member._join()
-            member.addresses = await dht.addresses()
+            folder = RuntimeFolder.create()
+            undo.callback(folder.remove)
+            begin = partial(_begin, options, identity, peers, folder)
+            first = await begin(options.port, None)
+            undo.callback(first.daemon.kill)
+            port = _listening_port(await first.dht.addresses())
+            supervisor = Supervisor(first, partial(begin, port), options.probe_s)
+            undo.callback(supervisor.kill)
+            member = cls(options, identity, supervisor, peers)
+            await member._contact.join(first.dht)
+            member.addresses = await first.dht.addresses()
             member._undo = undo.pop_all()
         return member
 
-    async def _join(self) -> None:
-        if not self._peers:
-            return
-        joined = await join(self._dht, self._peers, JoinDeadlines())
-        self.clock_skew_s = check_clock(joined, self._options.record_lifetime_s / 2)
-        if not any(entry.sees_us for entry in joined):
-            _log.warning(
-                "no initial peer can dial this node back: others reach it through relays, which "
-                "is slower; to change that, open its DHT port in the firewall, or give the "
-                "address others see with --announce"
-            )
-
     async def run(self) -> SwarmError:
-        """Refresh the record and rejoin when alone, until the daemon ends; returns why."""
+        """Keep the daemon running and the record fresh until `close`; returns why it ended.
+
+        That is also the daemon, when it can't be started any more, or a fault of ours.
+        """
+        try:
+            self._error = await self._live()
+        except Exception as fault:  # noqa: BLE001 - whatever it is, it ends the node loudly
+            _log.exception("the DHT thread failed")
+            self._error = SwarmError(
+                f"the DHT thread failed ({fault!r}); this process is no longer in the swarm, "
+                "restart it and report this"
+            )
+        finally:
+            self._left.set()
+        if not self._leaving.is_set():
+            _log.error("%s", self._error)
+            self._supervisor.give_up(self._error)
+        return self._error
+
+    async def _live(self) -> SwarmError:
         async with asyncio.TaskGroup() as group:
             tending = group.create_task(self._tend())
-            await self._daemon.ended()
-            tending.cancel()
-        self._error = SwarmError(
-            f"the libp2p daemon (pid {self._daemon.pid}) ended: {self._daemon.last_words}; "
-            "this process is no longer in the swarm, restart it"
-        )
-        if not self._closing:
-            _log.error("%s", self._error)
-        return self._error
+            keeping = group.create_task(
+                self._supervisor.keep(self._outage.announced, self._due.set)
+            )
+            leaving = group.create_task(self._leaving.wait())
+            await asyncio.wait((keeping, leaving), return_when=asyncio.FIRST_COMPLETED)
+            for task in (tending, keeping, leaving):
+                task.cancel()
+        return SwarmError(_LEFT) if leaving.done() else keeping.result()
 
     async def _tend(self) -> None:
         every_s = self._options.refresh_s
         failures = 0
         while True:
-            await asyncio.sleep(min(every_s, 2.0**failures) if failures else every_s)
+            await self._due_within(min(every_s, 2.0**failures) if failures else every_s)
             try:
                 async with asyncio.timeout(self._options.call_deadline_s):
-                    await self._rejoin_if_alone()
+                    await self._supervisor.do(self._contact.regain)
                     await self._publisher.refresh()
             except (SwarmError, TimeoutError) as error:
-                # One warning for an outage, however long.
-                level = logging.DEBUG if failures else logging.WARNING
                 failures = min(failures + 1, _MAX_DOUBLINGS)
-                why = str(error) or "no answer in time"
-                _log.log(level, "lost touch with the swarm, trying again: %s", why)
+                self._outage.goes_on(str(error) or "no answer in time")
             else:
-                if failures:
-                    _log.warning("in touch with the swarm again")
                 failures = 0
+                self._outage.is_over()
+                await self._supervisor.do(self._contact.keep)
 
-    async def _rejoin_if_alone(self) -> None:
-        if not self._dht.knows_peers:
-            await self._join()
+    async def _due_within(self, longest_s: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(longest_s):
+                await self._due.wait()
+        self._due.clear()
+
+    async def _store(
+        self, keys: Sequence[str], values: Sequence[bytes], owner: bytes, expires_at_s: float
+    ) -> None:
+        await self._supervisor.do(lambda dht: dht.store(keys, values, owner, expires_at_s))
+
+    @property
+    def clock_skew_s(self) -> float:
+        """How far the clocks of the initial peers are ahead of ours."""
+        return self._contact.clock_skew_s
 
     def publisher(self) -> Publisher:
-        """To publish with. Raises SwarmError when the daemon is gone."""
-        self.check_alive()
+        """To publish with. Raises SwarmError when this node is out of the swarm for good."""
+        self._check()
         return self._publisher
 
-    def check_alive(self) -> None:
-        """Raises SwarmError when the daemon is gone."""
+    def _check(self) -> None:
         if self._error is not None:
             raise SwarmError(str(self._error))
 
     async def snapshot(self, fingerprint: str | None, num_blocks: int | None) -> SwarmSnapshot:
         """What the swarm holds now; see SwarmNode.snapshot."""
-        self.check_alive()
-        if self._options.client_mode:
-            await self._rejoin_if_alone()
-        announcements: list[ModelAnnouncement] = []
-        if fingerprint is None or num_blocks is None:
-            announcements = await self._announcements()
-            models = [
-                (entry.fingerprint, entry.num_blocks)
-                for entry in elect_models(announcements)
-                if fingerprint in (None, entry.fingerprint)
-            ]
-        else:
-            models = [(fingerprint, num_blocks)]
-        records = await self._records(models[:_MAX_MODELS])
-        self.check_alive()
-        return assemble(records, announcements, time.time())
+        self._check()
 
-    async def _announcements(self) -> list[ModelAnnouncement]:
-        found = await self._dht.fetch(model_keys())
-        now_s = time.time()
-        decoded = (decode_model(value.owner, value.sealed, now_s) for value in found)
-        return [announcement for announcement in decoded if announcement is not None]
+        async def look(dht: Dht) -> SwarmSnapshot:
+            if self._options.client_mode:
+                await self._contact.regain(dht)
+            found = await _look(dht, fingerprint, num_blocks)
+            if not found.records and (dht.forgive() or not dht.knows_peers):
+                # Empty because those we knew have gone, or were away, or we were cut off.
+                await self._contact.regain(dht)
+                found = await _look(dht, fingerprint, num_blocks)
+            return found
 
-    async def _records(self, models: Sequence[tuple[str, int]]) -> list[ServerRecord]:
-        """The live records of these (fingerprint, block count), in all their copies."""
-        found = await self._dht.fetch(_record_keys(models))
-        now_s = time.time()
-        wanted = {fingerprint for fingerprint, _ in models}
-        decoded = (decode_server(value.owner, value.sealed, now_s) for value in found)
-        return [record for record in decoded if record and record.fingerprint in wanted]
+        return await self._supervisor.do(look)
 
     async def close(self) -> None:
         """Withdraw what is published, leave, end the daemon; takes 4 s at most. Never raises."""
-        self._closing = True
-        if self._error is None:
-            for work in (self._publisher.withdraw(), self._dht.close()):
+        self._leaving.set()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_CLOSE_STEP_S / 2):
+                await self._left.wait()
+        life = self._supervisor.life
+        if not life.daemon.has_ended:
+            for work in (self._publisher.withdraw, life.dht.close):
                 try:
                     async with asyncio.timeout(_CLOSE_STEP_S):
-                        await work
+                        await work()
                 except (SwarmError, TimeoutError) as error:
                     _log.debug("while leaving the swarm: %r", error)
-            await self._daemon.stop()
+            await life.daemon.stop()
+        self._supervisor.give_up(self._error or SwarmError(_LEFT))
         await self._undo.aclose()
 
 
-def _others(peers: Iterable[PeerAddress], identity: Identity) -> tuple[PeerAddress, ...]:
-    return tuple(peer for peer in peers if peer.peer != identity.peer_id)
+async def _begin(
+    options: NodeOptions,
+    identity: Identity,
+    peers: tuple[PeerAddress, ...],
+    folder: RuntimeFolder,
+    port: int,
+    last: Life | None,
+) -> Life:
+    """A life that listens on `port`; raises SettingsError when it is taken."""
+    told = daemon_options(options, identity, peers, port)
+    return await Life.begin(told, folder, last, client_mode=options.client_mode)
+
+
+def _listening_port(addresses: Iterable[str]) -> int:
+    """The port in a daemon's own addresses, asked for before routers have mapped it; 0 if none."""
+    for address in addresses:
+        target = host_and_port(address.partition("/p2p/")[0])
+        if target is not None:
+            return target[1]
+    return 0
+
+
+async def _look(dht: Dht, fingerprint: str | None, num_blocks: int | None) -> SwarmSnapshot:
+    announcements: list[ModelAnnouncement] = []
+    if fingerprint is None or num_blocks is None:
+        announcements = _announcements(await dht.fetch(model_keys()))
+        models = [
+            (entry.fingerprint, entry.num_blocks)
+            for entry in elect_models(announcements)
+            if fingerprint in (None, entry.fingerprint)
+        ][:_MAX_MODELS]
+    else:
+        models = [(fingerprint, num_blocks)]
+    records = _records(await dht.fetch(_record_keys(models)), {model for model, _ in models})
+    return assemble(records, announcements, time.time())
+
+
+def _announcements(found: Iterable[StoredValue]) -> list[ModelAnnouncement]:
+    now_s = time.time()
+    decoded = (decode_model(value.owner, value.sealed, now_s) for value in found)
+    return [announcement for announcement in decoded if announcement is not None]
+
+
+def _records(found: Iterable[StoredValue], wanted: set[str]) -> list[ServerRecord]:
+    """The live records of these fingerprints, in all their copies."""
+    now_s = time.time()
+    decoded = (decode_server(value.owner, value.sealed, now_s) for value in found)
+    return [record for record in decoded if record and record.fingerprint in wanted]
 
 
 def _record_keys(models: Iterable[tuple[str, int]]) -> tuple[str, ...]:
@@ -226,6 +263,10 @@ def _record_keys(models: Iterable[tuple[str, int]]) -> tuple[str, ...]:
         for fingerprint, num_blocks in models
         for key in span_keys(fingerprint, Span(0, min(num_blocks, MAX_BLOCKS)))
     )
+
+
+def _others(peers: Iterable[PeerAddress], identity: Identity) -> tuple[PeerAddress, ...]:
+    return tuple(peer for peer in peers if peer.peer != identity.peer_id)
 
 
 def _claim(path: Path) -> int:
@@ -241,56 +282,3 @@ def _claim(path: Path) -> int:
     except OSError as error:  # some network file systems know no locks
         _log.debug("identity file %s can't be locked: %s", path, error)
     return descriptor
-
-
-def _relays(peers: Iterable[PeerAddress]) -> tuple[str, ...]:
-    """The initial peers as relays; plain TCP only, since the daemon ends at what it can't read."""
-    return tuple(
-        f"{transport}/p2p/{peer.peer}"
-        for peer in peers
-        for transport in peer.transports
-        if transport.count("/") == 4 and "/tcp/" in transport
-    )
-
-
-def _daemon_options(
-    options: NodeOptions, identity: Identity, peers: Iterable[PeerAddress]
-) -> DaemonOptions:
-    port, listen, announce = options.port, None, None
-    if not options.client_mode:
-        listen = listen_multiaddress(options.host, port)
-        if port or options.announce is not None:
-            port = _claim_port(options.host, port)
-            listen = listen_multiaddress(options.host, port)
-        if options.announce is not None:
-            announce = announced_multiaddress(options.announce, port)
-    loopback = options.host in ("localhost", "::1") or options.host.startswith("127.")
-    return DaemonOptions(
-        binary=P2PD,
-        listen=listen,
-        announce=announce,
-        private_key=identity.libp2p_private_key(),
-        map_ports=listen is not None and not loopback,
-        public=announce is not None,
-        relays=() if options.client_mode else _relays(peers),
-    )
-
-
-def _claim_port(host: str, port: int) -> int:
-    """A port that is free now: `port`, or any when it is 0.
-
-    The daemon would share a taken port with whoever listens there (libp2p sets
-    SO_REUSEPORT), and each would get half of the other's connections. Raises
-    SettingsError when it is taken or can't be bound.
-    """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # ignore TIME_WAIT
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise SettingsError(
-                f"can't listen on {host} port {port}: {error.strerror}; "
-                "take another host or DHT port (0 is a free one)"
-            ) from error
-        return int(probe.getsockname()[1])

@@ -8,7 +8,8 @@
     await node.close()
 
 The DHT runs in a thread with an event loop of its own; the libp2p daemon is a
-child process that dies with this one. No process is forked.
+child process that dies with this one, and is started again when it dies before. No
+process is forked.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ import asyncio
 from typing import TYPE_CHECKING, Self
 
 from bloombee.swarm.loop_thread import LoopThread
-from bloombee.swarm.membership import Membership, NodeOptions
+from bloombee.swarm.membership import Membership
+from bloombee.swarm.options import NodeOptions
 
 if TYPE_CHECKING:
     import concurrent.futures
@@ -74,19 +76,18 @@ class SwarmNode:
         """Put `record` into the DHT in place of any before it, and keep it fresh.
 
         Its time of publishing is set here. Raises SwarmError when no node takes it or
-        the libp2p daemon is gone, ValueError when readers would refuse it.
+        this node is out of the swarm, ValueError when readers would refuse it.
         """
 
         async def work() -> None:
             await self._member.publisher().publish(record)
-            self._member.check_alive()
 
         await self._thread.run(work(), "publishing the record", self._deadline_s)
 
     async def withdraw(self) -> None:
         """Take the record out of the DHT: readers see it gone at once. May be repeated.
 
-        Raises SwarmError when the libp2p daemon is gone or no node answers.
+        Raises SwarmError when no node answers or this node is out of the swarm.
         """
 
         async def work() -> None:
@@ -106,7 +107,11 @@ class SwarmNode:
         return await self._thread.run(work, "looking up the swarm", self._deadline_s)
 
     async def lost(self) -> SwarmError:
-        """Wait until the libp2p daemon ends; returns what happened. Also returns at `close`."""
+        """Wait until the node is out of the swarm for good; returns why. Also at `close`.
+
+        That takes a libp2p daemon that ended and could not be started again, several times
+        over; a daemon that can is no loss.
+        """
         return await asyncio.shield(asyncio.wrap_future(self._lost))
 
     async def close(self) -> None:

@@ -5,16 +5,26 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from bloombee.swarm.identity import Identity, peer_id_bytes
 from bloombee.swarm.keys import model_keys, span_keys
 from bloombee.swarm.records import ServerRecord, encode_model, encode_server, encode_tombstone
 
 if TYPE_CHECKING:
-    from bloombee.swarm.dht import Dht
+    from collections.abc import Sequence
 
 _EXPIRY_STEP_S = 0.001
+
+
+class Store(Protocol):
+    """Puts one sealed value of `owner` under each key; see `Dht.store`."""
+
+    async def __call__(
+        self, keys: Sequence[str], values: Sequence[bytes], owner: bytes, expires_at_s: float, /
+    ) -> None:
+        """Raises SwarmError when no node takes any of them."""
+        ...
 
 
 class Publisher:
@@ -22,11 +32,12 @@ class Publisher:
     so every store expires a little later than the one before, tombstones included.
     """
 
-    def __init__(self, dht: Dht, identity: Identity, lifetime_s: float) -> None:
+    def __init__(self, store: Store, identity: Identity, lifetime_s: float) -> None:
         owner = peer_id_bytes(identity.peer_id)
         if owner is None:
             raise ValueError(f"{identity.peer_id} is no Ed25519 peer id")
-        self._dht, self._identity, self._owner, self._lifetime_s = dht, identity, owner, lifetime_s
+        self._put, self._identity = store, identity
+        self._owner, self._lifetime_s = owner, lifetime_s
         self._record: ServerRecord | None = None
         self._used_keys: set[str] = set()
         self._last_expiry_s = 0.0
@@ -49,7 +60,7 @@ class Publisher:
             if keys:
                 expires_at_s = self._next_expiry()
                 tombstone = encode_tombstone(expires_at_s, self._identity)
-                await self._dht.store(keys, [tombstone] * len(keys), self._owner, expires_at_s)
+                await self._put(keys, [tombstone] * len(keys), self._owner, expires_at_s)
                 self._used_keys.clear()
 
     async def refresh(self) -> None:
@@ -65,7 +76,7 @@ class Publisher:
         sealed = encode_server(dated, expires_at_s, self._identity)
         announcement = encode_model(record, expires_at_s, self._identity)
         self._used_keys.update(keys, model_keys())
-        await self._dht.store(
+        await self._put(
             [*keys, *model_keys()],
             [sealed] * len(keys) + [announcement] * len(model_keys()),
             self._owner,

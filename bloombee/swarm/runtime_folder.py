@@ -1,4 +1,4 @@
-"""A private folder for the sockets of one daemon, gone when its process is gone.
+"""A private folder for the sockets of a daemon, gone when the process that uses it is gone.
 
 Each folder holds a file that its process keeps locked. The kernel drops the lock
 however the process ends, so the next start can tell stale folders from live ones,
@@ -12,6 +12,7 @@ import fcntl
 import os
 import shutil
 import tempfile
+import weakref
 from pathlib import Path
 from typing import Self
 
@@ -20,11 +21,11 @@ _LOCK = "lock"
 
 
 class RuntimeFolder:
-    """An empty folder (mode 0700), removed by `remove` or by another process's next start."""
+    """An empty folder (mode 0700), removed by `remove`, at exit, or by another's next start."""
 
     def __init__(self, path: Path, lock: int) -> None:
         self.path = path
-        self._lock: int | None = lock
+        self._remove = weakref.finalize(self, _remove, path, lock)
 
     @classmethod
     def create(cls) -> Self:
@@ -40,11 +41,12 @@ class RuntimeFolder:
 
     def remove(self) -> None:
         """Delete it and what is in it; may be called twice."""
-        if self._lock is None:
-            return
-        shutil.rmtree(self.path, ignore_errors=True)
-        os.close(self._lock)
-        self._lock = None
+        self._remove()
+
+
+def _remove(path: Path, lock: int) -> None:
+    shutil.rmtree(path, ignore_errors=True)
+    os.close(lock)
 
 
 def remove_stale(parent: Path) -> None:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from bloombee.errors import DeadlineExceeded, ProtocolError, TransportError
 from bloombee.transport import serving
 from bloombee.transport.interface import END, Endpoint, StreamHandler, TransportLimits
-from bloombee.transport.p2p_control import FAILURES, DaemonControl, read_opener
+from bloombee.transport.p2p_control import FAILURES, DaemonControl, Ends, read_opener
 from bloombee.transport.pumped import PumpedStream
 from bloombee.transport.tasks import TaskOwner
 from bloombee.transport.window import WindowKeeper
@@ -32,6 +32,8 @@ PROTOCOL = "bloombee/stream/1"
 _HEAD_BYTES = 4
 _DAEMON_S = 2.0
 """For the daemon on this machine to answer what needs no network."""
+_AGAIN_S = 0.25
+"""Between looks whether a daemon that ended is back."""
 _REASON_CHARACTERS = 300
 """Of what the daemon says, which is a line for each address that it tried."""
 _log = logging.getLogger(__name__)
@@ -101,7 +103,8 @@ class P2PListener:
     """Accepts streams that come through the libp2p daemon at `control`, which is `peer`.
 
     The daemon hands each stream over on a Unix socket beside its control socket, to
-    the event loop that started the listener; idle it costs nothing.
+    the event loop that started the listener; idle it costs nothing. A daemon that takes
+    the place of another at `control` is asked to do the same.
     """
 
     def __init__(self, control: Path, peer: str, limits: TransportLimits | None = None) -> None:
@@ -112,6 +115,7 @@ class P2PListener:
         self._windows = WindowKeeper(self._limits)
         self._handlers = TaskOwner()
         self._pumps = TaskOwner()
+        self._watch = TaskOwner()
         self._handler: StreamHandler | None = None
         self._server: asyncio.Server | None = None
 
@@ -131,12 +135,40 @@ class P2PListener:
         try:
             async with asyncio.timeout(_DAEMON_S):
                 self._server = await asyncio.start_unix_server(self._accept, self._socket)
-                await self._daemon.accept_streams(PROTOCOL, self._socket)
+            ends = await self._register()
         except FAILURES as error:
             raise TransportError(
                 f"the libp2p daemon takes no handler for streams: {error or 'no answer'}; "
                 "restart this process"
             ) from None
+        self._watch.spawn(self._stay_registered(*ends))
+
+    async def _register(self) -> Ends:
+        async with asyncio.timeout(_DAEMON_S):
+            return await self._daemon.accept_streams(PROTOCOL, self._socket)
+
+    async def _stay_registered(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        """Register with each daemon that follows; the connection to one ends with it."""
+        while True:
+            try:
+                await reader.read()
+            except FAILURES as error:
+                _log.debug("the libp2p daemon reset its connection: %r", error)
+            finally:
+                writer.close()
+            reader, writer = await self._registered_again()
+            _log.debug("streams come through the libp2p daemon again")
+
+    async def _registered_again(self) -> Ends:
+        # Whether there will be another is for the daemon's owner to find out, and to tell.
+        while True:
+            await asyncio.sleep(_AGAIN_S)
+            try:
+                return await self._register()
+            except FAILURES as error:
+                _log.debug("no libp2p daemon yet: %r", error)
 
     async def stop(self, grace_s: float) -> None:
         """Accept no more, wait up to `grace_s` for handlers, then cancel them."""
@@ -144,6 +176,7 @@ class P2PListener:
         if self._server is None:
             return
         server, self._server = self._server, None
+        await self._watch.stop(0.0)
         try:
             async with asyncio.timeout(_DAEMON_S):
                 await self._daemon.refuse_streams(PROTOCOL, self._socket)

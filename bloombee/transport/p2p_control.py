@@ -47,18 +47,40 @@ class DaemonControl:
         wanted = _pb.ConnectRequest(peer=_binary(peer), addrs=packed)
         await self._do(_pb.Request(type=_pb.Request.CONNECT, connect=wanted))
 
+    async def disconnect(self, peer: str) -> None:
+        """Cut all connections to `peer`, also those that only seem to stand."""
+        wanted = _pb.DisconnectRequest(peer=_binary(peer))
+        await self._do(_pb.Request(type=_pb.Request.DISCONNECT, disconnect=wanted))
+
+    async def addresses_of(self, peer: str) -> tuple[str, ...]:
+        """Where the daemon knows `peer` to listen; it looks around when it isn't connected."""
+        wanted = _pb.DHTRequest(type=_pb.DHTRequest.FIND_PEER, peer=_binary(peer))
+        answer = await self._do(_pb.Request(type=_pb.Request.DHT, dht=wanted))
+        return tuple(str(Multiaddr(packed)) for packed in answer.dht.peer.addrs)
+
+    async def identify(self) -> None:
+        """Return when the daemon has answered."""
+        await self._do(_pb.Request(type=_pb.Request.IDENTIFY))
+
     async def open_stream(self, peer: str, protocol: str) -> Ends:
         """A byte stream to `peer`, which the daemon looks up, connects to, and proves.
 
         Raises ValueError for a malformed peer id.
         """
         wanted = _pb.StreamOpenRequest(peer=_binary(peer), proto=[protocol])
-        return await self._ask(_pb.Request(type=_pb.Request.STREAM_OPEN, streamOpen=wanted))
+        _, ends = await self._ask(_pb.Request(type=_pb.Request.STREAM_OPEN, streamOpen=wanted))
+        return ends
 
-    async def accept_streams(self, protocol: str, at: Path) -> None:
-        """Have the daemon connect to the socket `at` for each stream that a peer opens to us."""
+    async def accept_streams(self, protocol: str, at: Path) -> Ends:
+        """Have the daemon connect to the socket `at` for each stream that a peer opens to us.
+
+        The daemon says nothing more on the connection that is returned, which ends with it.
+        """
         wanted = _pb.StreamHandlerRequest(addr=_unix(at), proto=[protocol], balanced=False)
-        await self._do(_pb.Request(type=_pb.Request.STREAM_HANDLER, streamHandler=wanted))
+        _, ends = await self._ask(
+            _pb.Request(type=_pb.Request.STREAM_HANDLER, streamHandler=wanted)
+        )
+        return ends
 
     async def refuse_streams(self, protocol: str, at: Path) -> None:
         """Take `accept_streams` back."""
@@ -66,11 +88,12 @@ class DaemonControl:
         kind = _pb.Request.REMOVE_STREAM_HANDLER
         await self._do(_pb.Request(type=kind, removeStreamHandler=wanted))
 
-    async def _do(self, request: Any) -> None:
-        _, writer = await self._ask(request)
+    async def _do(self, request: Any) -> Any:
+        answer, (_, writer) = await self._ask(request)
         writer.close()
+        return answer
 
-    async def _ask(self, request: Any) -> Ends:
+    async def _ask(self, request: Any) -> tuple[Any, Ends]:
         reader, writer = await asyncio.open_unix_connection(self.socket)
         try:
             await write_pbmsg(writer, request)
@@ -80,7 +103,7 @@ class DaemonControl:
         except BaseException:
             writer.transport.abort()
             raise
-        return reader, writer
+        return response, (reader, writer)
 
 
 async def read_opener(reader: asyncio.StreamReader) -> str:

@@ -126,7 +126,8 @@ def test_a_program_that_never_closes_its_node_ends_cleanly() -> None:
         "from bloombee.swarm.node import NodeOptions, SwarmNode\n"
         "options = NodeOptions()\n"
         "node = asyncio.run(SwarmNode.start(options, Identity.load_or_create(None)))\n"
-        "print(node._member._daemon.pid, node._member._daemon.folder)\n"
+        "daemon = node._member._supervisor.life.daemon\n"
+        "print(daemon.pid, daemon.folder)\n"
     )
     process = spawn("-W", "ignore::DeprecationWarning", "-c", code)
     output, errors = process.communicate(timeout=60)

@@ -20,6 +20,7 @@ from bloombee.swarm.daemon import Daemon, DaemonOptions
 from bloombee.swarm.dht import P2PD
 from bloombee.swarm.identity import Identity
 from bloombee.swarm.node import NodeOptions, SwarmNode
+from bloombee.swarm.runtime_folder import RuntimeFolder
 from bloombee.transport.p2p import P2PDialer, P2PListener
 from bloombee.transport.p2p_control import DaemonControl
 from tests.tiny import BLOCKS, tiny_model
@@ -87,7 +88,7 @@ async def hidden_daemon(relay: str) -> tuple[Daemon, Identity]:
         map_ports=False,
         relays=(relay,),
     )
-    return await Daemon.start(options), identity
+    return await Daemon.start(options, RuntimeFolder.create()), identity
 
 
 def test_a_node_with_an_announced_address_relays_to_one_that_listens_nowhere(
