@@ -17,7 +17,7 @@ from bloombee.kv.interface import AttendPlan, BatchItem, KVPool, KVShape
 from bloombee.kv.ledger import Held, Ledger, StepRow
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from bloombee.core import SessionId, Span
 
@@ -84,10 +84,19 @@ class DigestPool(KVPool):
     def free_tokens(self) -> int:
         return self._ledger.free_pages * PAGE_TOKENS
 
-    def reserve(self, session: SessionId, sequences: int, max_length: int) -> None:
-        self._ledger.admit(session, sequences, max_length)
-        places: list[Chain] = [{b: [] for b in self.shape.blocks()} for _ in range(sequences)]
+    def reserve(
+        self,
+        session: SessionId,
+        sequences: int,
+        max_length: int,
+        released: Collection[int] = (),
+    ) -> None:
+        self._ledger.admit(session, sequences, max_length, released)
+        places = [None if i in released else self._empty() for i in range(sequences)]
         self._ledger.open(session, max_length, places)
+
+    def _empty(self) -> Chain:
+        return {block: [] for block in self.shape.blocks()}
 
     def free(self, session: SessionId) -> None:
         self._ledger.close(session)

@@ -7,15 +7,16 @@ import hashlib
 import logging
 from collections import Counter
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from bloombee.protocol import framing
 from bloombee.protocol.messages import Open, Step
 from bloombee.transport.links import Fate, LinkShape
 from tests.swarm.chaos.faults import At, Deed, Fault, On, Victim
+from tests.virtual_time import process
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Coroutine, Sequence
 
     from bloombee.protocol.messages import AnyMessage
     from tests.swarm.chaos.world import Server, World
