@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
@@ -21,7 +21,7 @@ from tests.swarm.chaos.conversation import (
     uninterrupted,
 )
 from tests.swarm.chaos.fates import Fates
-from tests.swarm.chaos.faults import Deed, Fault, make_schedule
+from tests.swarm.chaos.faults import Calm, Deed, Fault, make_schedule
 from tests.swarm.chaos.world import Plan, World, tiled
 from tests.virtual_time import VirtualTimeLoop, process, run
 
@@ -70,6 +70,7 @@ class Report:
     errors: list[str] = field(default_factory=list)
     struck: list[Fault] = field(default_factory=list)
     seconds: float = 0.0
+    frames: dict[tuple[str, str], int] = field(default_factory=dict[tuple[str, str], int])
     events: int = 0
     trace: str = ""
 
@@ -92,8 +93,12 @@ def make_case(seed: int, *, disturbed: bool = True) -> Case:
     needs = [s.rows * (s.max_length + 3) for s in scripts]
     room = max(needs) + 8 if luck.random() < 0.25 else sum(needs) + 64
     plan = Plan(num_blocks, tuple(spans), room)
-    schedule = make_schedule(luck, len(spans)) if disturbed else ()
-    return Case(seed, plan, scripts, schedule)
+    calm = Case(seed, plan, scripts, ())
+    if not disturbed:
+        return calm
+    report = run_case(calm)
+    schedule = make_schedule(luck, len(spans), Calm(report.frames, report.seconds))
+    return replace(calm, schedule=schedule)
 
 
 def run_case(case: Case) -> Report:
@@ -137,6 +142,7 @@ async def _drive(case: Case, report: Report) -> None:
                 with process(client.name):
                     group.create_task(_converse(world, client, script, wanted, report))
         report.seconds = world.loop.time()
+        report.frames = dict(fates.seen)
         report.struck, report.events, report.trace = fates.struck, fates.events, fates.trace
         fates.end()
     await world.heal()

@@ -37,7 +37,7 @@ class Fates:
         self._world = world
         self._tasks = tasks
         self._running: list[asyncio.Task[None]] = []
-        self._seen: Counter[tuple[str, str]] = Counter()
+        self.seen: Counter[tuple[str, str]] = Counter()
         self._waiting = [fault for fault in schedule if isinstance(fault.when, On)]
         self._doomed: dict[tuple[str, str], list[Fate]] = {}
         self._trace = hashlib.sha256()
@@ -61,8 +61,8 @@ class Fates:
         self._note(source, target, message)
         fate = self._next_doom(source, target)
         for word in _words(message):
-            self._seen[way, word] += 1
-            now = On(way, word, self._seen[way, word])
+            self.seen[way, word] += 1
+            now = On(way, word, self.seen[way, word])
             for fault in [f for f in self._waiting if f.when == now]:
                 self._waiting.remove(fault)
                 if fault.deed is Deed.FATE:

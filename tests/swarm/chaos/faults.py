@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
@@ -97,38 +98,29 @@ _LASTING = {
     *(Deed.ROUGH, Deed.SLOW, Deed.LATE, Deed.DRAIN, Deed.BLACKOUT),
 }
 
-MOMENTS: tuple[tuple[str, str, int], ...] = (
-    # way, word, and how late an occurrence is worth choosing
-    ("cs", "Hello", 4),
-    ("sc", "Challenge", 4),
-    ("cs", "Open", 4),
-    ("sc", "Opened", 4),
-    ("ss", "Hello", 4),
-    ("ss", "Attach", 3),
-    ("ss", "Attached", 3),
-    ("cs", "prefill", 8),
-    ("ss", "prefill", 8),
-    ("cs", "decode", 20),
-    ("ss", "decode", 20),
-    ("sc", "Output", 20),
-    ("cs", "Beat", 20),
-    ("sc", "Beat", 20),
-    ("ss", "Beat", 20),
-    ("cs", "reopen", 4),
-    ("cs", "Replay", 3),
-    ("cs", "replay", 3),
-    ("ss", "replay", 3),
-    ("sc", "Failed", 3),
-    ("sc", "Leaving", 2),
-    ("ss", "Fetch", 2),
-    ("ss", "Pages", 3),
-    ("ss", "HandedOver", 2),
-    ("cs", "Close", 4),
-    ("sc", "Closed", 4),
-)
+Moments = Mapping[tuple[str, str], int]
+"""How often each (way, word) is sent."""
+
+RECOVERY: Moments = {
+    ("cs", "Hello"): 8,
+    ("cs", "Open"): 6,
+    ("cs", "reopen"): 4,
+    ("sc", "Opened"): 6,
+    ("ss", "Attach"): 4,
+    ("ss", "Attached"): 4,
+    ("cs", "Replay"): 3,
+    ("cs", "replay"): 3,
+    ("ss", "replay"): 3,
+    ("sc", "Failed"): 3,
+    ("sc", "Leaving"): 2,
+    ("ss", "Fetch"): 2,
+    ("ss", "Pages"): 3,
+    ("ss", "HandedOver"): 2,
+}
+"""What is worth meeting once something has gone wrong, up to which occurrence."""
 
 # How often each deed is chosen. Kills, freezes and cuts are what volunteers do.
-WEIGHTS: dict[Deed, int] = {
+WEIGHTS: Mapping[Deed, int] = {
     Deed.KILL: 8,
     Deed.FREEZE: 4,
     Deed.CUT: 3,
@@ -145,30 +137,38 @@ WEIGHTS: dict[Deed, int] = {
 }
 
 
+@dataclass(frozen=True)
+class Calm:
+    """What happens without faults: all frames by kind, and how long it takes."""
+
+    frames: Moments
+    seconds: float
+
+
 def make_schedule(
-    luck: random.Random, servers: int, deeds: dict[Deed, int] | None = None
+    luck: random.Random, servers: int, calm: Calm, deeds: Mapping[Deed, int] = WEIGHTS
 ) -> tuple[Fault, ...]:
     """One fault, often a second that meets the recovery from it, at times more."""
     count = luck.choice((1, 1, 1, 2, 2, 3, 5))
-    return tuple(_make_fault(luck, servers, deeds or WEIGHTS) for _ in range(count))
+    faults: list[Fault] = []
+    for _ in range(count):
+        moments = RECOVERY if faults and luck.random() < 0.5 else calm.frames
+        fault = _make_fault(luck, moments, deeds)
+        if fault.deed is not Deed.FATE and luck.random() < 0.15:
+            when = At(round(luck.uniform(0.0, calm.seconds + 1.0), 3))
+            fault = replace(fault, when=when, victim=luck.randrange(servers))
+        elif fault.deed is not Deed.FATE and luck.random() < 0.1:
+            fault = replace(fault, victim=luck.randrange(servers))
+        faults.append(fault)
+    return tuple(faults)
 
 
-def _make_fault(luck: random.Random, servers: int, deeds: dict[Deed, int]) -> Fault:
-    deed = luck.choices(list(deeds), list(deeds.values()))[0]
-    when: At | On
-    victim: Victim | int = luck.choice((Victim.SOURCE, Victim.TARGET, Victim.TARGET))
-    if luck.random() < 0.15 and deed is not Deed.FATE:
-        when = At(round(luck.uniform(0.0, 8.0), 3))
-        victim = luck.randrange(servers)
-    else:
-        way, word, latest = luck.choice(MOMENTS)
-        when = On(way, word, luck.randint(1, latest))
-        if luck.random() < 0.1 and deed is not Deed.FATE:
-            victim = luck.randrange(servers)
+def _make_fault(luck: random.Random, moments: Moments, deeds: Mapping[Deed, int]) -> Fault:
+    way, word = luck.choice(list(moments))
     return Fault(
-        when,
-        deed,
-        victim,
+        On(way, word, luck.randint(1, moments[way, word])),
+        luck.choices(list(deeds), list(deeds.values()))[0],
+        luck.choice((Victim.SOURCE, Victim.TARGET, Victim.TARGET)),
         delay_s=luck.choice((0.0, 0.0, 0.001, 0.006, 0.02, 1.0)),
         lasts_s=luck.choice((0.02, 0.5, 2.0, 5.0, 12.0)),
         fate=luck.choice((Fate.DROP, Fate.DROP, Fate.REPEAT, Fate.SWAP, Fate.RESET, Fate.CLOSE)),
