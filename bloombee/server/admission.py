@@ -1,14 +1,12 @@
 """Who may hold KV, and who waits for it.
 
-Every session reserves here and is freed here. A request enters the `fair_queue`; a
-round on the compute thread serves as many as the pages that are free allow, and the
-next round comes when something has changed: pages were freed, a request came or
-went. What a request gets is settled on the event loop in one go, so a caller that
-is cancelled or times out leaves nothing behind. While requests wait, the longest
-idle sessions are parked for them (`parking`), piece by piece, by those who wait.
+Every session reserves here and is freed here. A request enters the `fair_queue`, and
+`rounds` serve it when the pages that are free allow. A caller that is cancelled or
+gives up leaves nothing behind. While requests wait, the longest idle sessions are
+parked for them (`parking`), piece by piece, by those who wait.
 
-A step runs within `use`, which brings a parked session back first. Time is the
-event loop's.
+Before a step, a parked session is brought back, which waits in the same queue. Time is
+the event loop's.
 """
 
 from __future__ import annotations
@@ -16,46 +14,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 
 from bloombee.core import PeerId, SessionId
-from bloombee.errors import BloomBeeError, KVFull, RequestError
+from bloombee.errors import KVFull, RequestError
 from bloombee.kv.interface import KVPool
 from bloombee.server.executor import Executor
-from bloombee.server.fair_queue import MOST_PASSES, FairQueue, Line, Request, Round
+from bloombee.server.fair_queue import MOST_PASSES, Request
 from bloombee.server.parking import Holding, Parking
+from bloombee.server.rounds import Rounds, Waiter
 from bloombee.server.validation import Limits
 from bloombee.server.work import Outcome, StepWork
 
 LEAST_PAUSE_S = 0.05
 """Between two looks of a waiting request at whether someone could be parked."""
-
-
-@dataclass(slots=True, eq=False)
-class _Waiter:
-    """A request in the queue.
-
-    `granted` gets the tokens that are free after it; `tried` is done whenever a round
-    has ended in which it was considered. `refusal`: what the pool had against it.
-    """
-
-    request: Request
-    holding: Holding
-    granted: asyncio.Future[int]
-    tried: asyncio.Event
-    refusal: KVFull | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class _Reserved:
-    """What a round came to; `refused` says why the pool took back some of it."""
-
-    round: Round
-    refused: Mapping[Request, BloomBeeError]
-    free_tokens: int
 
 
 class Admission:
@@ -68,19 +42,16 @@ class Admission:
         self._page_tokens = pool.page_tokens
         self._total_tokens = pool.total_tokens
         share = limits.max_tokens_per_peer
-        self._queue = FairQueue(None if share is None else share // pool.page_tokens)
-        self._parking = Parking(executor, pool.shape, limits.park_bytes, self._changed)
+        peer_pages = None if share is None else share // pool.page_tokens
         self._holdings: dict[SessionId, Holding] = {}
         self._held_pages: Counter[PeerId] = Counter()
-        self._waiters: dict[Request, _Waiter] = {}
-        self._free_tokens = pool.total_tokens
-        self._round: asyncio.Future[_Reserved] | None = None
-        self._again = False
+        self._rounds = Rounds(executor, peer_pages, self._held_pages, self._grant)
+        self._parking = Parking(executor, pool.shape, limits.park_bytes, self._rounds.changed)
 
     @property
     def waiting(self) -> int:
         """How many requests wait."""
-        return len(self._queue)
+        return len(self._rounds)
 
     @property
     def parked(self) -> int:
@@ -113,49 +84,68 @@ class Admission:
             holding.closed = True
             self._count(holding.peer, -holding.pages)
             self._parking.drop(holding)
-        for waiter in [one for one in self._waiters.values() if one.holding is holding]:
-            self._fail(waiter, RequestError("the session was closed"))
+            for waiter in self._rounds.of(holding):
+                self._rounds.fail(waiter, RequestError("the session was closed"))
         freed = self._executor.free(session)
-        freed.add_done_callback(lambda _: self._changed())
+        freed.add_done_callback(lambda _: self._rounds.changed())
         return freed
 
-    @asynccontextmanager
-    async def use(self, session: SessionId, wait_s: float) -> AsyncIterator[Use]:
-        """Keep a session's KV in the pool for a step, until the step that it submits is done.
+    def is_away(self, session: SessionId) -> bool:
+        """Whether its KV is not in the pool: it has to be brought back before a step."""
+        holding = self._holdings.get(session)
+        return holding is not None and holding.saved is not None
 
-        A parked session waits to come back, as in `reserve`. Raises KVFull (it stays
-        parked then), RequestError when it isn't open, PeerStopping.
+    async def bring_back(self, session: SessionId, wait_s: float) -> None:
+        """Have a parked session's KV in the pool; it then stays there for `park_idle_s`.
+
+        Waits its turn as in `reserve`. Raises KVFull (it stays parked then),
+        RequestError when it isn't open, PeerStopping.
         """
+        async with self.use(session, wait_s):
+            pass
+
+    @asynccontextmanager
+    async def use(self, session: SessionId, wait_s: float) -> AsyncIterator[None]:
+        """Keep a session's KV in the pool, brought back first. Raises what `bring_back` does."""
         holding = self._holdings.get(session)
         if holding is None:
             raise RequestError("the session holds no KV here; open it first")
-        holding.uses += 1
-        holding.begun += 1
-        holding.size_bytes = 0  # it may change now
-        use = Use(self, holding)
+        self._begin_use(holding)
         try:
-            if holding.saved is not None:
-                async with holding.returning:
-                    await self._bring_back(holding, wait_s)
-            yield use
+            async with holding.returning:
+                if holding.saved is not None:
+                    await self._return(holding, wait_s)
+            yield
         finally:
-            if not use.submitted:
-                self.end_use(holding)
+            self._end_use(holding)
 
-    def submit(self, holding: Holding, work: StepWork) -> None:
-        """Hand a step to the compute thread; its use ends when it is done."""
+    def submit(self, work: StepWork) -> None:
+        """Hand a step of a session that isn't away to the compute thread.
+
+        Its KV stays in the pool until the step is done.
+        """
+        holding = self._holdings.get(work.session)
+        if holding is None:
+            self._executor.submit(work)  # which knows what is wrong
+            return
         holding.span = work.span
+        self._begin_use(holding)
 
         def done(outcome: Outcome) -> None:
             if outcome.error is None and work.operations is not None:
                 self._release(holding, work.operations.releases)
-            self.end_use(holding)
+            self._end_use(holding)
             work.done(outcome)
 
         self._executor.submit(replace(work, done=done))
 
-    def end_use(self, holding: Holding) -> None:
-        """A step is over; when none is left the session idles."""
+    def _begin_use(self, holding: Holding) -> None:
+        holding.uses += 1
+        holding.begun += 1
+        holding.size_bytes = 0  # it may change now
+
+    def _end_use(self, holding: Holding) -> None:
+        """When none is left the session idles."""
         holding.uses -= 1
         holding.idle_since_s = asyncio.get_running_loop().time()
 
@@ -164,7 +154,7 @@ class Admission:
         if fresh and not holding.closed:
             holding.released |= fresh
             self._count(holding.peer, -len(fresh) * holding.pages_each)
-            self._changed()
+            self._rounds.changed()
 
     def _count(self, peer: PeerId, pages: int) -> None:
         self._held_pages[peer] += pages
@@ -188,9 +178,7 @@ class Admission:
 
     # Waiting -------------------------------------------------------------------
 
-    async def _bring_back(self, holding: Holding, wait_s: float) -> None:
-        if holding.saved is None:
-            return
+    async def _return(self, holding: Holding, wait_s: float) -> None:
         request = Request(holding.peer, holding.session, holding.pages, returning=True)
         await self._queued(request, holding, wait_s)
         try:
@@ -204,10 +192,7 @@ class Admission:
         loop = asyncio.get_running_loop()
         began_s = loop.time()
         wait_s = max(0.0, min(wait_s, self._limits.max_wait_s))
-        waiter = _Waiter(request, holding, loop.create_future(), asyncio.Event())
-        self._waiters[request] = waiter
-        self._queue.enter(request)
-        self._changed()
+        waiter = self._rounds.enter(request, holding)
         try:
             try:
                 async with asyncio.timeout_at(began_s + wait_s if wait_s else None):
@@ -220,7 +205,7 @@ class Admission:
             self._withdraw(waiter)
             raise
 
-    async def _granted(self, waiter: _Waiter, *, once: bool) -> int:
+    async def _granted(self, waiter: Waiter, *, once: bool) -> int:
         """What it is granted; meanwhile, park who idles. TimeoutError when asked `once` only."""
         await waiter.tried.wait()
         while not waiter.granted.done():
@@ -235,36 +220,26 @@ class Admission:
                     await waiter.tried.wait()
         return waiter.granted.result()
 
-    def _withdraw(self, waiter: _Waiter) -> None:
-        """The caller went or gave up: undo what it asked for."""
-        self._waiters.pop(waiter.request, None)
-        if waiter.request in self._queue:
-            self._queue.withdraw(waiter.request)
-            self._changed()
-        elif waiter.granted.done() and waiter.granted.exception() is None:
+    def _withdraw(self, waiter: Waiter) -> None:
+        """The caller went or gave up: undo what it asked for, or got just now."""
+        waited = self._rounds.withdraw(waiter)
+        if not waited and waiter.granted.done() and waiter.granted.exception() is None:
             if waiter.request.returning:
                 self._give_back(waiter.holding)
             elif not waiter.holding.closed:
                 self.free(waiter.request.session)
-        if not self._queue:
+        if not self._rounds:
             self._parking.abandon()
 
     def _give_back(self, holding: Holding) -> None:
-        """Free the pool's pages of a session that stays parked, or was not let in after all."""
+        """Free the pool's pages of a session that stays parked."""
         if not holding.closed:
             freed = self._executor.free(holding.session)
-            freed.add_done_callback(lambda _: self._changed())
+            freed.add_done_callback(lambda _: self._rounds.changed())
 
-    def _fail(self, waiter: _Waiter, error: BloomBeeError) -> None:
-        if waiter.request in self._queue:
-            self._queue.withdraw(waiter.request)
-        if not waiter.granted.done():
-            waiter.granted.set_exception(error)
-        waiter.tried.set()
-
-    def _full(self, waiter: _Waiter, waited_s: float) -> KVFull:
+    def _full(self, waiter: Waiter, waited_s: float) -> KVFull:
         request, held = waiter.request, waiter.holding
-        line = self._queue.line(self._held_pages)
+        line = self._rounds.line()
         asked = f"{request.pages * self._page_tokens} asked for"
         waited = f"waited {waited_s:.1f} s"
         if not line.in_its_share(request):
@@ -279,68 +254,22 @@ class Admission:
         behind = f" behind {ahead} other requests" if ahead else ""
         live = held.sequences - len(held.released)
         return KVFull(
-            f"{self._free_tokens} tokens free, {asked} ({live} sequences of "
+            f"{self._rounds.free_tokens} tokens free, {asked} ({live} sequences of "
             f"{held.max_length}){behind}, {waited}; ask another server, or later"
         )
 
-    # Rounds --------------------------------------------------------------------
-
-    def _changed(self) -> None:
-        """Start a round, now or after the one that runs, if anyone waits."""
-        if self._round is not None:
-            self._again = True
-        elif self._queue:
-            line = self._queue.line(self._held_pages)
-            holdings = {request: self._waiters[request].holding for request in line.order}
-            self._again = False
-            self._round = self._executor.ask(partial(_reserve, line, holdings))
-            self._round.add_done_callback(partial(self._end_round, line))
-
-    def _end_round(self, line: Line, done: asyncio.Future[_Reserved]) -> None:
-        self._round = None
-        waiters = [self._waiters[request] for request in line.order if request in self._queue]
-        error = None if done.cancelled() else done.exception()
-        if error is not None:
-            for waiter in waiters:
-                self._fail(waiter, _typed(error))
-        elif not done.cancelled():
-            self._settle(done.result())
-            for waiter in waiters:
-                waiter.tried.set()
-        if self._again:
-            self._changed()
-
-    def _settle(self, reserved: _Reserved) -> None:
-        self._free_tokens = reserved.free_tokens
-        for request in reserved.round.served:
-            error = reserved.refused.get(request)
-            waiter = self._waiters.get(request)
-            if waiter is None or request not in self._queue:
-                if error is None:  # its caller has gone meanwhile
-                    self._executor.free(request.session)
-                    self._again = True
-            elif isinstance(error, KVFull):  # no room of another kind; it keeps its place
-                waiter.refusal = error
-            elif error is not None:
-                self._fail(waiter, error)
-            else:
-                self._grant(waiter)
-        self._queue.count_passes(reserved.round.passed)
-
-    def _grant(self, waiter: _Waiter) -> None:
-        self._queue.serve(waiter.request)
-        del self._waiters[waiter.request]
-        waiter.holding.idle_since_s = asyncio.get_running_loop().time()
+    def _grant(self, waiter: Waiter) -> None:
+        holding = waiter.holding
+        holding.idle_since_s = asyncio.get_running_loop().time()
         if not waiter.request.returning:
-            self._holdings[waiter.request.session] = waiter.holding
-            self._count(waiter.request.peer, waiter.request.pages)
-        waiter.granted.set_result(self._free_tokens)
+            self._holdings[holding.session] = holding
+            self._count(holding.peer, waiter.request.pages)
 
     # Parking -------------------------------------------------------------------
 
     def _victim(self) -> Holding | None:
         """The session to park now: the longest idle one, if that lets somebody in."""
-        if self._parking.busy or self._round is not None:
+        if self._parking.busy or self._rounds.running:
             return None
         idle = self._limits.park_idle_s
         longest = asyncio.get_running_loop().time() - idle
@@ -350,12 +279,12 @@ class Admission:
             if not one.uses and one.idle_since_s <= longest and self._parking.fits(one)
         ]
         able.sort(key=lambda one: one.idle_since_s)
-        reach = self._free_tokens // self._page_tokens + sum(one.pages for one in able)
+        reach = self._rounds.free_tokens // self._page_tokens + sum(one.pages for one in able)
         return self._parking.prefers(able) if able and self._helps(reach) else None
 
     def _helps(self, reach_pages: int) -> bool:
         """Whether someone who waits could be served with so many pages."""
-        line = self._queue.line(self._held_pages)
+        line = self._rounds.line()
         for request in line.order:
             if line.in_its_share(request):
                 if request.pages <= reach_pages:
@@ -374,34 +303,3 @@ class Admission:
         now, idle = asyncio.get_running_loop().time(), self._limits.park_idle_s
         dues = [h.idle_since_s + idle - now for h in self._holdings.values() if not h.uses]
         return max(LEAST_PAUSE_S, min([due for due in dues if due > 0], default=idle))
-
-
-class Use:
-    """A session's KV is in the pool; at most one step is submitted under it."""
-
-    def __init__(self, admission: Admission, holding: Holding) -> None:
-        self._admission = admission
-        self._holding = holding
-        self.submitted = False
-
-    def submit(self, work: StepWork) -> None:
-        """Hand a step to the compute thread."""
-        self.submitted = True
-        self._admission.submit(self._holding, work)
-
-
-def _reserve(line: Line, holdings: Mapping[Request, Holding], pool: KVPool) -> _Reserved:
-    """Serve what the free pages allow; for the compute thread."""
-    served = line.serve(pool.free_tokens // pool.page_tokens)
-    refused: dict[Request, BloomBeeError] = {}
-    for request in served.served:
-        held = holdings[request]
-        try:
-            pool.reserve(held.session, held.sequences, held.max_length, frozenset(held.released))
-        except BloomBeeError as error:
-            refused[request] = error
-    return _Reserved(served, refused, pool.free_tokens)
-
-
-def _typed(error: BaseException) -> BloomBeeError:
-    return error if isinstance(error, BloomBeeError) else RequestError(str(error))

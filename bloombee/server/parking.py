@@ -10,7 +10,7 @@ them. A session that is used meanwhile simply stays: reading its pages changed n
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -20,8 +20,9 @@ from bloombee.core import PeerId, SessionId, Span
 from bloombee.errors import RequestError
 from bloombee.kv.interface import KVPool, KVShape
 from bloombee.server.executor import Executor
+from bloombee.server.pieces import Piece, batches, kv_pieces
 
-PIECE_BYTES = 8 << 20
+JOB_BYTES = 8 << 20
 """KV copied in one job of the compute thread: 1-3 ms at the speed of memory."""
 
 
@@ -54,16 +55,6 @@ class Holding:
         return self.pages_each * (self.sequences - len(self.released))
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Tokens `[start, stop)` of one sequence on one block."""
-
-    sequence: int
-    block: int
-    start: int
-    stop: int
-
-
 class SavedKV:
     """What a session's sequences hold on `span`, in host memory.
 
@@ -82,38 +73,23 @@ class SavedKV:
         """Host memory that all of it takes."""
         return sum(self.lengths) * len(self._span) * self._token_bytes
 
-    def jobs(self) -> Iterator[tuple[Piece, ...]]:
-        """All pieces, by sequence, block and position, in jobs of up to PIECE_BYTES."""
-        most = max(1, PIECE_BYTES // self._token_bytes)
-        job: list[Piece] = []
-        room = most
-        for piece in self._pieces(most):
-            tokens = piece.stop - piece.start
-            if tokens > room:
-                yield tuple(job)
-                job, room = [], most
-            job.append(piece)
-            room -= tokens
-        if job:
-            yield tuple(job)
-
-    def _pieces(self, most_tokens: int) -> Iterator[Piece]:
-        for sequence, length in enumerate(self.lengths):
-            for block in range(self._span.start, self._span.end):
-                for start in range(0, length, most_tokens):
-                    yield Piece(sequence, block, start, min(start + most_tokens, length))
+    def jobs(self) -> list[list[Piece]]:
+        """All pieces, by sequence, block and position, in jobs of about JOB_BYTES."""
+        pieces = kv_pieces(self.lengths, self._span, self._token_bytes, JOB_BYTES)
+        return list(batches(pieces, JOB_BYTES))
 
     def save(self, session: SessionId, job: Sequence[Piece], pool: KVPool) -> None:
         """Copy these pieces out of the pool. Raises RequestError when they aren't held."""
         for piece in job:
-            exported = pool.export(session, piece.sequence, piece.block, piece.start, piece.stop)
+            start, stop = piece.first, piece.first + piece.count
+            exported = pool.export(session, piece.sequence, piece.block, start, stop)
             kept = self._kept.get((piece.sequence, piece.block))
             if kept is None:
-                size = (2, self.lengths[piece.sequence], *exported[0].shape[1:])
+                size = (2, piece.whole, *exported[0].shape[1:])
                 kept = torch.empty(size, dtype=self._shape.dtype)
                 self._kept[piece.sequence, piece.block] = kept
             for part, values in zip(kept, exported, strict=True):
-                part[piece.start : piece.stop].copy_(values)
+                part[start:stop].copy_(values)
 
     def expect(self, session: SessionId, pool: KVPool) -> None:
         """Announce to the pool what its empty sequences are going to hold."""
@@ -124,8 +100,9 @@ class SavedKV:
     def load(self, session: SessionId, job: Sequence[Piece], pool: KVPool) -> None:
         """Copy these pieces, whose turn it is, back into the pool."""
         for piece in job:
-            kept = self._kept[piece.sequence, piece.block][:, piece.start : piece.stop]
-            keys, values = kept.to(self._shape.device)
+            kept = self._kept[piece.sequence, piece.block]
+            part = kept[:, piece.first : piece.first + piece.count]
+            keys, values = part.to(self._shape.device)
             pool.load(session, piece.sequence, piece.block, keys, values)
 
 
@@ -136,7 +113,7 @@ class _Export:
     holding: Holding
     begun: int
     saved: SavedKV
-    jobs: list[tuple[Piece, ...]]
+    jobs: list[list[Piece]]
 
     @property
     def undisturbed(self) -> bool:
@@ -209,7 +186,7 @@ class Parking:
         lengths = await self._executor.call(lambda pool: pool.lengths(session))
         saved = SavedKV(self._shape, holding.span or self._shape.span, lengths)
         holding.size_bytes = saved.total_bytes
-        return _Export(holding, begun, saved, list(saved.jobs())) if self.fits(holding) else None
+        return _Export(holding, begun, saved, saved.jobs()) if self.fits(holding) else None
 
     async def _finish(self, export: _Export) -> None:
         """All is copied: from here on the session is parked, and its pages go."""

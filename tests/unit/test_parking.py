@@ -4,130 +4,21 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
-from bloombee.core import PackedTable, PeerId, Phase, SessionId, Span
 from bloombee.errors import KVFull, RequestError
-from bloombee.kv import BatchItem, KVPool, KVShape, make_pool
-from bloombee.kv.paged import make_paged
 from bloombee.protocol.messages import Operations
-from bloombee.server.admission import Admission
-from bloombee.server.executor import ExecutorSettings
-from bloombee.server.validation import Limits
-from bloombee.server.work import Outcome, StepWork
-from tests.inline_executor import InlineExecutor
+from tests.kv_bench import TOTAL, Bench, bench, chain, contiguous, paged, sid
 from tests.virtual_time import run
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Sequence
+    from collections.abc import AsyncIterator, Callable
 
-A, B = PeerId("a"), PeerId("b")
-SHAPE = KVShape(Span(2, 6), 2, 8, torch.float32, torch.device("cpu"))
-PART = Span(3, 5)
-PAGE, PAGES = 16, 12
-TOTAL = PAGE * PAGES
-WIDTH = 4
-
-
-def sid(number: int) -> SessionId:
-    return SessionId(number.to_bytes(16, "big"))
-
-
-def contiguous() -> KVPool:
-    return make_pool(SHAPE, TOTAL, max_length=TOTAL, page_tokens=PAGE)
-
-
-def paged() -> KVPool:
-    return make_paged(SHAPE, PAGES, TOTAL, PAGE)
-
-
-class WritingModel:
-    """Writes keys and values that tell session, step and block; its output sums attention."""
-
-    span = SHAPE.span
-    hidden_size = WIDTH
-    device = torch.device("cpu")
-    dtype = torch.float32
-
-    def forward(
-        self,
-        rows: torch.Tensor,
-        batch: Sequence[BatchItem],
-        pool: KVPool,
-        span: Span | None = None,
-    ) -> torch.Tensor:
-        plan = pool.begin(batch)
-        noise = torch.Generator().manual_seed(int(rows.sum()))
-        out = torch.zeros(len(rows))
-        for block in range((span or self.span).start, (span or self.span).end):
-            query, key, value = torch.randn(3, len(rows), 2, 8, generator=noise)
-            out += pool.attend(plan, block, query, key, value, scaling=0.3).sum((1, 2))
-        pool.finish(plan)
-        return out[:, None].expand(-1, WIDTH)
-
-
-@dataclass
-class Bench:
-    gate: Admission
-    executor: InlineExecutor
-    pool: KVPool
-
-    async def open(self, number: int, sequences: int, length: int, wait_s: float = 0) -> None:
-        await self.gate.reserve(A, sid(number), sequences, length, wait_s)
-
-    async def step(
-        self,
-        number: int,
-        table: PackedTable,
-        seed: int,
-        operations: Operations | None = None,
-        wait_s: float = 0,
-    ) -> torch.Tensor:
-        """Run one step under the session's use; its rows."""
-        done: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
-        async with self.gate.use(sid(number), wait_s) as use:
-            use.submit(
-                StepWork(
-                    session=sid(number),
-                    step=1,
-                    phase=Phase.PREFILL,
-                    span=PART,
-                    table=table,
-                    touches=frozenset(table.sequences),
-                    operations=operations,
-                    rows=torch.full((table.tokens, WIDTH), float(seed)),
-                    wanted="all",
-                    wire_dtype=torch.float32,
-                    done=done.set_result,
-                )
-            )
-        outcome = await done
-        assert outcome.error is None and outcome.rows is not None
-        return outcome.rows
-
-
-@asynccontextmanager
-async def bench(
-    pool: KVPool, compute_s: Callable[[int], float] = lambda tokens: 0.0, **limits: float
-) -> AsyncIterator[Bench]:
-    executor = InlineExecutor(WritingModel(), pool, ExecutorSettings(), compute_s)
-    executor.start()
-    settings = {"park_idle_s": 5.0, "park_bytes": 1 << 20} | limits
-    try:
-        yield Bench(Admission(executor, pool, Limits(**settings)), executor, pool)  # type: ignore[reportArgumentType] - numbers by name
-    finally:
-        await executor.stop(1.0)
-
-
-def chain(*rows: tuple[int, int, int]) -> PackedTable:
-    """A table of (sequence, first position, count)."""
-    sequences, firsts, counts = zip(*rows, strict=True)
-    return PackedTable(sequences, firsts, counts)
+    from bloombee.kv import KVPool
 
 
 @pytest.fixture(params=[contiguous, paged])
@@ -138,10 +29,10 @@ def pool(request: pytest.FixtureRequest) -> KVPool:
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seven tokens of one block in a job."""
-    monkeypatch.setattr("bloombee.server.parking.PIECE_BYTES", 7 * 2 * 2 * 8 * 4)
+    monkeypatch.setattr("bloombee.server.parking.JOB_BYTES", 7 * 2 * 2 * 8 * 4)
 
 
-async def life(bench: Bench, pause_s: Callable[[], object] = lambda: None) -> list[torch.Tensor]:
+async def life(bench: Bench) -> list[torch.Tensor]:
     """A session of three sequences with a fork and a release; what its steps give."""
     outs = [await bench.step(1, chain((0, 0, 20), (1, 0, 3), (2, 0, 9)), 1)]
     fork = Operations(forks=((1, 0),), truncates=((0, 15),), releases=(2,))

@@ -21,7 +21,10 @@ VAGUE_NAMES = {"utils", "util", "helpers", "helper", "common", "manager", "misc"
 UNFINISHED = re.compile(r"\b(TODO|FIXME|XXX|HACK|raise NotImplementedError)\b")
 
 # What decides takes time, randomness and bytes as arguments.
-PURE = ("core", "protocol", "planner", "speculation", "server/scheduler.py", "client/routing.py")
+PURE = (
+    *("core", "protocol", "planner", "speculation"),
+    *("server/fair_queue.py", "server/scheduler.py", "client/routing.py"),
+)
 IMPURE_MODULES = {
     *("asyncio", "concurrent", "ctypes", "glob", "http", "io", "logging", "multiprocessing", "os"),
     *("pathlib", "random", "secrets", "select", "selectors", "shutil", "signal", "socket"),
