@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from bloombee.core import PeerId
 
 FORGET_ABOVE = 1024
+"""Never more peers than this are remembered."""
 
 
 @dataclass(slots=True)
@@ -16,7 +17,10 @@ class _Bucket:
 
 
 class Throttle:
-    """Tells how long a peer's next message has to wait; a second's worth may come at once."""
+    """Tells how long a peer's next message has to wait; a second's worth may come at once.
+
+    What waits is not kept here: a peer is not read from meanwhile, or only so far.
+    """
 
     def __init__(self, messages_per_s: int) -> None:
         self._rate = messages_per_s
@@ -33,11 +37,22 @@ class Throttle:
         bucket.filled_s = now_s
         return max(0.0, -bucket.tokens / self._rate)
 
+    def __len__(self) -> int:
+        """How many peers are remembered."""
+        return len(self._buckets)
+
     def _forget(self, now_s: float) -> None:
-        """Drop peers whose bucket is full again, once there are many."""
-        if len(self._buckets) >= FORGET_ABOVE:
-            self._buckets = {
-                peer: bucket
-                for peer, bucket in self._buckets.items()
-                if bucket.tokens + (now_s - bucket.filled_s) * self._rate < self._rate
-            }
+        """Drop peers whose bucket is full again, once there are many; half of them if none is.
+
+        Those go that owe least: forgetting gives a peer one full bucket at most.
+        """
+        if len(self._buckets) < FORGET_ABOVE:
+            return
+        filled = {
+            peer: bucket.tokens + (now_s - bucket.filled_s) * self._rate
+            for peer, bucket in self._buckets.items()
+        }
+        kept = [peer for peer, tokens in filled.items() if tokens < self._rate]
+        if len(kept) >= FORGET_ABOVE:
+            kept = sorted(kept, key=lambda peer: filled[peer])[: FORGET_ABOVE // 2]
+        self._buckets = {peer: self._buckets[peer] for peer in kept}

@@ -17,7 +17,7 @@ from bloombee.server.announcement import announced_address, announced_host, anno
 from bloombee.server.background import in_background
 from bloombee.server.device import choose_device, decode_tokens_per_s, free_bytes
 from bloombee.server.placement import place, settle, wanted_blocks
-from bloombee.server.sessions import Window
+from bloombee.server.window import Window
 from bloombee.server.throttle import FORGET_ABOVE, Throttle
 from bloombee.swarm.records import ServerRecord, ServerState
 from bloombee.swarm.view import SwarmSnapshot
@@ -169,6 +169,18 @@ def test_forgotten_peers_are_those_that_owe_nothing() -> None:
     for number in range(FORGET_ABOVE):
         throttle.delay_s(PeerId(f"new {number}"), 10.0)
     assert throttle.delay_s(PeerId("busy"), 10.0) == 1.0
+
+
+def test_any_number_of_busy_peers_takes_bounded_memory() -> None:
+    """Those that owe most are remembered."""
+    throttle, worst = Throttle(2), PeerId("worst")
+    for _ in range(100):
+        throttle.delay_s(worst, 0.0)
+    for number in range(5 * FORGET_ABOVE):
+        for _ in range(3):
+            throttle.delay_s(PeerId(f"{number}"), 0.0)
+        assert len(throttle) <= FORGET_ABOVE
+    assert throttle.delay_s(worst, 0.0) == pytest.approx(49.5)
 
 
 def test_a_full_window_waits_for_room() -> None:
