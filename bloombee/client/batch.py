@@ -73,6 +73,8 @@ class Backend:
     embed: Embed
     loop: LoopThread
     max_length: int
+    left_s: Callable[[], float | None] = lambda: None
+    """Seconds that the caller's whole request has left; None without a limit of its own."""
 
 
 class RemoteBatch:
@@ -162,6 +164,8 @@ class RemoteBatch:
         if order is not None:
             table, tokens = _reordered(table, order), tokens.select(order)
         hidden = self._backend.embed(tokens, torch.from_numpy(table.positions))
+        if tokens.ids is None:
+            hidden = hidden.clone()  # the caller's own, which may change before it is answered
         step = session.step(
             hidden,
             table,
@@ -169,8 +173,14 @@ class RemoteBatch:
             operations=placed.operations,
             want=want,
             phase=phase,
+            within_s=self._backend.left_s(),
         )
-        answer = self._backend.loop.run(step)
+        entered = session.entered
+        try:
+            answer = self._backend.loop.run(step)
+        finally:
+            if session.entered != entered:  # whatever became of it, rows lie there now
+                self._rows = [row for row in placed.rows for _ in range(self._sharing)]
         grown = [
             Row(r.sequence, r.length + n) for r, n in zip(placed.rows, packing.counts, strict=True)
         ]
@@ -226,7 +236,7 @@ class RemoteBatch:
         if self.session is None:
             return self._adopt(max(needed, limit))
         if needed <= limit:
-            return self.session
+            return self.session if self.session.is_open else self._move(limit)
         return self._move(max(needed, min(2 * limit, self._backend.max_length)))
 
     def _adopt(self, max_length: int) -> RemoteSession:
@@ -237,31 +247,30 @@ class RemoteBatch:
         return self.session
 
     def _move(self, max_length: int) -> RemoteSession:
-        """Compute the past again in a larger session."""
+        """Compute the past again in a larger session; a failed move can be tried again."""
         past = [list(self.entries(index)) for index in range(self.rows)]
         self._end_session()
         session = self._adopt(max_length)
+        # In the new session's history from here on, whether its servers have it or not.
         self._rows = [Row(index, len(entries)) for index, entries in enumerate(past)]
-        live = [index for index, entries in enumerate(past) if entries]
-        if live:
-            table = PackedTable(
-                tuple(live), (0,) * len(live), tuple(len(past[index]) for index in live)
-            )
-            entries = [entry for index in live for entry in past[index]]
-            hidden = self._rows_of(entries, torch.from_numpy(table.positions))
-            step = session.step(hidden, table, entries=entries, want="none", phase="prefill")
-            self._backend.loop.run(step)
+        self._backend.loop.run(session.restore(past, self._backend.left_s()))
         return session
 
-    def _rows_of(self, entries: Sequence[Entry], positions: torch.Tensor) -> torch.Tensor:
-        known = [index for index, entry in enumerate(entries) if isinstance(entry, int)]
-        ids = torch.tensor([entries[index] for index in known], dtype=torch.long)
-        embedded = self._backend.embed(Tokens(ids), positions[known])
-        if len(known) == len(entries):
-            return embedded
-        given = {i: entry for i, entry in enumerate(entries) if isinstance(entry, torch.Tensor)}
-        given.update(zip(known, embedded, strict=True))
-        return torch.stack([given[index] for index in range(len(entries))])
+
+def embed_entries(
+    embed: Embed, entries: Sequence[Entry], positions: Int[torch.Tensor, " T"]
+) -> Float[torch.Tensor, "T D"]:
+    """The rows of a history's entries at their positions, ids embedded anew."""
+    known = [index for index, entry in enumerate(entries) if isinstance(entry, int)]
+    given = {i: entry for i, entry in enumerate(entries) if isinstance(entry, torch.Tensor)}
+    if not known:
+        return torch.stack(list(given.values()))
+    ids = torch.tensor([entries[index] for index in known], dtype=torch.long)
+    embedded = embed(Tokens(ids), positions[known])
+    if not given:
+        return embedded
+    given.update(zip(known, embedded, strict=True))
+    return torch.stack([given[index] for index in range(len(entries))])
 
 
 def _abandon(loop: LoopThread, session: RemoteSession) -> None:

@@ -21,6 +21,8 @@ class History:
     """The entries of sequences 0..n-1 of one session."""
 
     def __init__(self, sequences: int) -> None:
+        self.released: set[int] = set()
+        """Sequences that were freed for good."""
         self._entries: list[list[Entry]] = [[] for _ in range(sequences)]
 
     def __len__(self) -> int:
@@ -43,6 +45,20 @@ class History:
             del self._entries[sequence][length:]
         for sequence in operations.releases:
             self._entries[sequence] = []
+            self.released.add(sequence)
+
+    def cut(self, sequence: int, length: int) -> None:
+        """Forget what was sent of `sequence` beyond `length`."""
+        del self._entries[sequence][length:]
+
+    def restore(self, sequence: int, entries: Sequence[Entry]) -> None:
+        """Let `sequence` be these entries."""
+        self._entries[sequence] = list(entries)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens sent of every sequence."""
+        return [len(entries) for entries in self._entries]
 
     def append(self, table: PackedTable, entries: Sequence[Entry]) -> None:
         """Add the packed tokens of one step."""

@@ -1,17 +1,19 @@
-"""The client's streams to the stages of one session: opening, listening, closing.
+"""The client's stream to one stage: opening, listening, signs of life, closing.
 
-One stream goes to every stage. Steps leave on the first, outputs come back on
-the last, and any of them may tell of a failure. Each stream has one reader.
+One stream goes to every stage. Steps leave on the first, outputs come back on the
+last, and any of them may tell of a failure. Each stream has one reader, which runs
+from the first Open on and hands what arrives to the session.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from contextlib import asynccontextmanager
+from typing import Protocol
 
-from bloombee.core import PeerId, Route, Stage
+from bloombee.core import Stage
 from bloombee.errors import (
     BloomBeeError,
     DeadlineExceeded,
@@ -19,25 +21,46 @@ from bloombee.errors import (
     TransportError,
     from_code,
 )
-from bloombee.protocol.messages import AnyMessage, Close, Closed, Failed, Hop, Open, Opened
+from bloombee.protocol.machine import State
+from bloombee.protocol.messages import (
+    Acknowledged,
+    Beat,
+    Close,
+    Closed,
+    Failed,
+    Hop,
+    Leaving,
+    Open,
+    Opened,
+    Output,
+)
 from bloombee.swarm.connection import Connection
 from bloombee.transport.interface import Endpoint
 
 _log = logging.getLogger(__name__)
 
-TRY_AGAIN = "try again: another route is taken if other servers hold these blocks"
-
 Connect = Callable[[Endpoint], Awaitable[Connection]]
 """Opens an authenticated connection, under a deadline of its own."""
 
 
-class StageFailure(Exception):  # noqa: N818 - never leaves the client package
-    """`error` happened at `peer` while a session was being opened."""
+class Hearer(Protocol):
+    """Who is told what arrives on a link. Nothing here may wait."""
 
-    def __init__(self, peer: PeerId, error: BloomBeeError) -> None:
-        super().__init__(str(error))
-        self.peer = peer
-        self.error = error
+    def hear_output(self, link: StageLink, output: Output, content: memoryview) -> None:
+        """The stage answers a step."""
+        ...
+
+    def hear_failed(self, link: StageLink, failed: Failed) -> None:
+        """The stage tells of an error that is no answer to an Open."""
+        ...
+
+    def hear_leaving(self, link: StageLink, leaving: Leaving) -> None:
+        """The stage is about to stop."""
+        ...
+
+    def hear_end(self, link: StageLink, error: BloomBeeError) -> None:
+        """The link is gone; said once."""
+        ...
 
 
 @asynccontextmanager
@@ -47,18 +70,31 @@ async def deadline(seconds: float, what: str):
         async with asyncio.timeout(seconds):
             yield
     except TimeoutError:
-        raise DeadlineExceeded(f"{what} took longer than {seconds:g} s") from None
+        raise DeadlineExceeded(f"{what} took longer than {seconds:.3g} s") from None
 
 
 class StageLink:
-    """The stream to one stage."""
+    """The stream to one stage.
+
+    `error` says why it is gone, None while it stands. `heard_s` is when anything last
+    came, `sent_step` the newest step that the stage says to have sent on.
+    """
 
     def __init__(self, stage: Stage, endpoint: Endpoint, connection: Connection) -> None:
         self.stage = stage
         self.endpoint = endpoint
         self.connection = connection
-        self.closed = asyncio.Event()
-        self.reader: asyncio.Task[None] | None = None
+        self.error: BloomBeeError | None = None
+        self.silent = False
+        self.secret = b""
+        self.epoch = -1
+        self.heard_s = asyncio.get_running_loop().time()
+        self.sent_step = 0
+        self._hearer: Hearer | None = None
+        self._reader: asyncio.Task[None] | None = None
+        self._closed = asyncio.Event()
+        self._asked: asyncio.Future[Opened] | None = None
+        self._beats = 0
 
     def __str__(self) -> str:
         return f"blocks {self.stage.span} at {self.stage.peer[-8:]}"
@@ -69,104 +105,136 @@ class StageLink:
         to = self.endpoint
         return Hop(to.peer, to.address, to.certificate_hash)
 
+    @property
+    def is_up(self) -> bool:
+        """Whether anything can be asked of it."""
+        return self.error is None
+
     def told(self, failed: Failed) -> BloomBeeError:
         """The error that the stage reports, saying which stage it is."""
         return from_code(failed.code, f"{self}: {failed.message}")
 
-    async def open(self, message: Open, deadline_s: float) -> Opened:
-        """Reserve the session on this stage.
+    def start(self, hearer: Hearer, tasks: asyncio.TaskGroup) -> None:
+        """Listen from now on, in `tasks`."""
+        self._hearer = hearer
+        self._reader = tasks.create_task(self._listen(hearer))
 
-        Raises what the stage answers, TransportError, or DeadlineExceeded.
+    async def open(self, message: Open, deadline_s: float) -> Opened:
+        """Reserve the session on this stage, or move it to the epoch of `message`.
+
+        Raises what the stage answers, TransportError when the link is gone or ends,
+        or DeadlineExceeded.
         """
         async with deadline(deadline_s, f"opening a session on {self}"):
+            if self._asked is not None and not self._asked.done():
+                await asyncio.wait((self._asked,))  # of an attempt that was given up
+            self._check_up()
+            self.epoch, self.secret = message.epoch, message.secret
+            self._asked = asyncio.get_running_loop().create_future()
             await self.connection.send(message)
-            received = await self.connection.receive()
-        if received is None:
-            raise TransportError(f"{self} closed the stream while a session was opened")
-        match received[0]:
-            case Opened() as opened:
-                return opened
-            case Failed() as failed:
-                raise self.told(failed)
-            case other:
-                raise ProtocolError(f"{self} answered Open with {type(other).__name__}")
+            return await asyncio.shield(self._asked)
 
-    async def listen(
-        self,
-        take: Callable[[StageLink, AnyMessage, memoryview], None],
-        fail: Callable[[BloomBeeError], None],
-    ) -> None:
-        """Hand everything that arrives to `take`, until the stream ends; then call `fail`."""
-        ended = TransportError(f"the connection to {self} ended; {TRY_AGAIN}")
-        try:
-            while (received := await self.connection.receive()) is not None:
-                if isinstance(received[0], Closed):
-                    self.closed.set()
-                else:
-                    take(self, *received)
-        except BloomBeeError as error:
-            mend = f"; {TRY_AGAIN}" if isinstance(error, TransportError) else ""
-            ended = type(error)(f"{self}: {error}{mend}")
-        finally:
-            self.closed.set()
-            fail(ended)
+    def _check_up(self) -> None:
+        if self.error is not None:
+            raise self.error
 
-    async def close(self, session: bytes, deadline_s: float) -> None:
-        """Tell the stage that the session is over, and end the stream. Never raises."""
+    async def beat(self, session: bytes, deadline_s: float) -> None:
+        """Ask for a sign of life. Never raises: a broken stream shows when it is read."""
+        if not self.is_up or self.connection.state in (State.CLOSING, State.OVER):
+            return
+        self._beats += 1
         try:
             async with asyncio.timeout(deadline_s):
-                if not self.closed.is_set():
+                await self.connection.send(Beat(session, self._beats))
+        except TimeoutError:
+            _log.debug("%s is slow to take a sign of life", self)
+        except BloomBeeError as error:
+            self.lose(type(error)(f"{self}: {error}"))
+
+    async def _listen(self, hearer: Hearer) -> None:
+        """Hand on everything that arrives, until the stream ends."""
+        now, ended = asyncio.get_running_loop().time, f"the connection to {self} ended"
+        error: BloomBeeError = TransportError(ended)
+        try:
+            while (received := await self.connection.receive()) is not None:
+                self.heard_s = now()
+                message, content = received
+                match message:
+                    case Output():
+                        hearer.hear_output(self, message, content)
+                    case Beat():
+                        self.sent_step = message.sent_step
+                    case Opened():
+                        self._answered(message)
+                    case Failed():
+                        self._failed(hearer, message)
+                    case Leaving():
+                        hearer.hear_leaving(self, message)
+                    case Acknowledged():
+                        _log.debug("%s had step %d before", self, message.step)
+                    case Closed():
+                        self._closed.set()
+                    case _:
+                        raise ProtocolError(f"sent {type(message).__name__} unasked")
+        except BloomBeeError as caught:
+            error = type(caught)(f"{self}: {caught}")
+        finally:
+            self.lose(error)
+
+    def _answered(self, opened: Opened) -> None:
+        if self._asked is not None and not self._asked.done() and opened.epoch == self.epoch:
+            self._asked.set_result(opened)
+
+    def _failed(self, hearer: Hearer, failed: Failed) -> None:
+        asked = self._asked
+        refused = failed.step == 0 and failed.epoch == self.epoch
+        if asked is not None and not asked.done() and refused:
+            asked.set_exception(self.told(failed))
+            asked.exception()  # it counts as seen: whoever asked may have gone
+            return
+        hearer.hear_failed(self, failed)
+
+    def lose(self, error: BloomBeeError) -> None:
+        """Count the link as gone, and wake whoever waits on it."""
+        if self.error is not None:
+            return
+        self.error = error
+        self._closed.set()
+        if self._asked is not None and not self._asked.done():
+            self._asked.set_exception(error)
+            self._asked.exception()
+        if self._hearer is not None:
+            self._hearer.hear_end(self, error)
+
+    async def close(self, session: bytes, deadline_s: float) -> None:
+        """Free the session on the stage if it can be reached, and end the stream. Never raises."""
+        try:
+            async with asyncio.timeout(deadline_s):
+                if self.is_up and self.connection.state in _CLOSABLE:
                     await self.connection.send(Close(session))
-                    if self.reader is not None:
-                        await self.closed.wait()
+                    await self._closed.wait()
         except (BloomBeeError, TimeoutError) as error:
             _log.debug("closing the session on %s: %s", self, error)
         finally:
-            if self.reader is not None:
-                self.reader.cancel()
+            self._hearer = None
+            if self._reader is not None:
+                self._reader.cancel()
             await self.connection.close()
 
 
-async def connect_stages(
-    route: Route, endpoints: Sequence[Sequence[Endpoint]], connect: Connect
-) -> list[StageLink]:
-    """A stream to every stage, all dialed at once; `endpoints` are each stage's, best first.
+_CLOSABLE = (State.OPENING, State.SESSION, State.REOPENING)
 
-    Raises StageFailure for the first that can't be reached; the others are closed.
+
+async def reach(stage: Stage, endpoints: tuple[Endpoint, ...], connect: Connect) -> StageLink:
+    """A stream to `stage` at the first of its endpoints, best first, that answers.
+
+    Raises the error of the last one tried.
     """
-    links: list[StageLink | None] = [None] * len(route.stages)
-
-    async def reach(index: int) -> None:
-        links[index] = await _connect_any(route.stages[index], endpoints[index], connect)
-
-    reached = False
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            for index in range(len(links)):
-                tasks.create_task(reach(index))
-        reached = True
-    except BaseExceptionGroup as group:
-        raise first_failure(group) from None
-    finally:
-        for link in () if reached else filter(None, links):
-            await link.connection.close()
-    return [link for link in links if link is not None]
-
-
-def first_failure(error: BaseException) -> BaseException:
-    """What made a task group fail: a StageFailure if there is one."""
-    if not isinstance(error, BaseExceptionGroup):
-        return error
-    leaves = [first_failure(each) for each in error.exceptions]
-    return next((each for each in leaves if isinstance(each, StageFailure)), leaves[0])
-
-
-async def _connect_any(stage: Stage, endpoints: Sequence[Endpoint], connect: Connect) -> StageLink:
-    failure = TransportError(f"{stage.peer} announces no address")
+    failure: BloomBeeError = TransportError(f"{stage.peer} announces no address")
     for endpoint in endpoints:
         try:
             return StageLink(stage, endpoint, await connect(endpoint))
         except BloomBeeError as error:
             failure = error
     named = f"can't reach blocks {stage.span} at {stage.peer[-8:]}: {failure}"
-    raise StageFailure(stage.peer, type(failure)(named))
+    raise type(failure)(named)

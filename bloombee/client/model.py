@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Coroutine
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -20,17 +21,19 @@ from jaxtyping import Float
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from bloombee.client.batch import Backend, BatchTerms, RemoteBatch, Tokens
+from bloombee.client.batch import Backend, BatchTerms, RemoteBatch, Tokens, embed_entries
 from bloombee.client.cache import RemoteCache
 from bloombee.client.inputs import Inputs, check_ids, check_positions, read_inputs
+from bloombee.client.links import deadline
 from bloombee.client.loop import LoopThread
 from bloombee.client.model_generation import RemoteGenerationMixin
 from bloombee.client.packing import Packing
 from bloombee.client.payloads import WIRE_DTYPES
-from bloombee.client.session import RemoteSession, SessionTerms
+from bloombee.client.session import RemoteSession
 from bloombee.client.split import Want
 from bloombee.client.swarm_access import SwarmAccess
-from bloombee.client.traffic import Traffic
+from bloombee.client.terms import SessionTerms
+from bloombee.client.traffic import Progress, Traffic
 from bloombee.core import Route
 from bloombee.errors import RequestError, Unsupported
 from bloombee.models import ModelEnds, ModelSource
@@ -66,8 +69,7 @@ class DistributedModelForCausalLM(RemoteGenerationMixin, PreTrainedModel):
         super().__init__(config)
         self.generation_config = source.generation_config()
         self.source = source
-        self.route: Route | None = None
-        self.traffic: Traffic | None = None
+        self._progress: Progress | None = None
         self._ends = ends
         self._access = access
         self._loop = loop
@@ -75,6 +77,16 @@ class DistributedModelForCausalLM(RemoteGenerationMixin, PreTrainedModel):
         super().train(False)
 
     # What it is ------------------------------------------------------------------
+
+    @property
+    def route(self) -> Route | None:
+        """The stages of the session opened last, as they are now; None before the first."""
+        return None if self._progress is None else self._progress.route
+
+    @property
+    def traffic(self) -> Traffic | None:
+        """What the session opened last has moved; None before the first."""
+        return None if self._progress is None else self._progress.traffic
 
     @property
     def device(self) -> torch.device:
@@ -85,6 +97,11 @@ class DistributedModelForCausalLM(RemoteGenerationMixin, PreTrainedModel):
     def dtype(self) -> torch.dtype:
         """Type of rows and logits."""
         return self._ends.dtype
+
+    @property
+    def request_s(self) -> float:
+        """How long one call of `generate` or `forward` may take, by the settings."""
+        return self._access.settings.request_s
 
     def get_input_embeddings(self) -> torch.nn.Module:
         """What turns ids into `inputs_embeds`, for prompts of embeddings."""
@@ -132,7 +149,7 @@ class DistributedModelForCausalLM(RemoteGenerationMixin, PreTrainedModel):
         past = None if held is None else held.batch
         inputs = read_inputs(input_ids, inputs_embeds, attention_mask, past)
         everything = bool(output_hidden_states) or labels is not None
-        with self._working(held, inputs, use_cache) as working:
+        with self.within(None), self._working(held, inputs, use_cache) as working:
             keep = 0 if everything else logits_to_keep
             computed = self._compute(working.batch, inputs, positions, keep)
         logits, states = computed.logits, computed.states
@@ -227,7 +244,8 @@ class DistributedModelForCausalLM(RemoteGenerationMixin, PreTrainedModel):
             raise RequestError("the model is closed: load it again with from_pretrained")
         self.check_length(terms.max_length)
         limit = self.source.max_length
-        backend = Backend(self._opening, self._embed, self._loop, limit)
+        embed = partial(_embed, self._ends)
+        backend = Backend(self._opening, embed, self._loop, limit, self.left_s)
         return RemoteCache(RemoteBatch(terms, backend))
 
     def check_length(self, tokens: int) -> None:
@@ -248,21 +266,14 @@ class DistributedModelForCausalLM(RemoteGenerationMixin, PreTrainedModel):
             WIRE_DTYPES[self.dtype],
             self.source.whole_prompts,
         )
-        return self._open(terms)
+        return self._open(terms, self.left_s() or self.request_s)
 
-    async def _open(self, terms: SessionTerms) -> RemoteSession:
-        session = await self._access.open(terms, self._loop.tasks)
-        self.route, self.traffic = session.route, session.traffic
+    async def _open(self, terms: SessionTerms, within_s: float) -> RemoteSession:
+        embed = partial(embed_entries, partial(_embed, self._ends))
+        async with deadline(within_s, "opening a session"):
+            session = await self._access.open(terms, self._loop.tasks, embed)
+        self._progress = session.progress
         return session
-
-    @torch.no_grad()
-    def _embed(self, tokens: Tokens, positions: torch.Tensor) -> torch.Tensor:
-        positions = positions.to(self.device)
-        if tokens.ids is not None:
-            return self._ends.embed(tokens.ids.to(self.device), positions)
-        if tokens.embeds is None:
-            raise RequestError("a step needs token ids or embeddings")
-        return self._ends.place(tokens.embeds.to(self.device, self.dtype), positions)
 
     # What it is not --------------------------------------------------------------------
 
@@ -279,6 +290,16 @@ class DistributedModelForCausalLM(RemoteGenerationMixin, PreTrainedModel):
     def save_pretrained(self, *_: object, **__: object) -> NoReturn:
         """Raises Unsupported: this process holds no blocks."""
         _unsupported("saving", "copy the model's own files")
+
+
+@torch.no_grad()
+def _embed(ends: ModelEnds, tokens: Tokens, positions: torch.Tensor) -> torch.Tensor:
+    positions = positions.to(ends.device)
+    if tokens.ids is not None:
+        return ends.embed(tokens.ids.to(ends.device), positions)
+    if tokens.embeds is None:
+        raise RequestError("a step needs token ids or embeddings")
+    return ends.place(tokens.embeds.to(ends.device, ends.dtype), positions)
 
 
 # Read by stopping criteria and assistants; `generate` hands them on to `forward` all the same.

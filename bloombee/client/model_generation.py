@@ -24,8 +24,10 @@ from bloombee.client.batch import BatchTerms
 from bloombee.client.cache import RemoteCache
 from bloombee.client.inference_session import InferenceSession
 from bloombee.errors import RequestError, Unsupported
+from bloombee.telemetry import now_s
 
 _session: ContextVar[InferenceSession | None] = ContextVar("bloombee_session", default=None)
+_until_s: ContextVar[float | None] = ContextVar("bloombee_until", default=None)
 _made: ContextVar[list[RemoteCache] | None] = ContextVar("bloombee_made", default=None)
 
 
@@ -42,19 +44,27 @@ class RemoteGenerationMixin(GenerationMixin):
             """See `DistributedModelForCausalLM`."""
             ...
 
+        @property
+        def request_s(self) -> float:
+            """See `DistributedModelForCausalLM`."""
+            ...
+
     def generate(
         self,
         inputs: torch.Tensor | None = None,
         *args: Any,
         seed: int | None = None,
         head: str = "auto",
+        deadline_s: float | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Transformers' `generate`, with two arguments more.
+        """Transformers' `generate`, with three arguments more.
 
         `seed` makes sampling draw what it would after `torch.manual_seed(seed)`,
         without touching the global generator. `head` says who turns rows into tokens:
-        "auto" or "client"; "server" is not available yet.
+        "auto" or "client"; "server" is not available yet. `deadline_s` is how long the
+        whole call may take, if less than the settings' `request_s`; DeadlineExceeded is
+        raised then, and an `inference_session` can go on afterwards.
 
         Right-padded rows give what each would give alone. Inside an
         `inference_session`, `inputs` are the whole text so far: what the servers
@@ -66,6 +76,7 @@ class RemoteGenerationMixin(GenerationMixin):
         with ExitStack() as stack:
             session = self.active_session
             stack.enter_context(_set(_session, None))
+            stack.enter_context(self.within(deadline_s))
             if seed is not None:
                 stack.enter_context(_SeededDraws(seed))
             made = stack.enter_context(self._closing_caches())
@@ -77,6 +88,26 @@ class RemoteGenerationMixin(GenerationMixin):
             returned = getattr(result, "cache", None)
             made[:] = [each for each in made if each is not returned]
             return result
+
+    @contextmanager
+    def within(self, deadline_s: float | None) -> Iterator[None]:
+        """What happens inside takes at most `deadline_s` and the settings' `request_s`.
+
+        Raises RequestError unless `deadline_s` is positive. An outer limit goes on.
+        """
+        if deadline_s is not None and not deadline_s > 0:
+            raise RequestError(f"deadline_s={deadline_s}: give a positive number of seconds")
+        limits = [self.request_s, *([] if deadline_s is None else [deadline_s])]
+        until_s = now_s() + min(limits)
+        outer = _until_s.get()
+        with _set(_until_s, until_s if outer is None else min(outer, until_s)):
+            yield
+
+    @staticmethod
+    def left_s() -> float | None:
+        """Seconds that the call has left; None outside of one."""
+        until_s = _until_s.get()
+        return None if until_s is None else until_s - now_s()
 
     @contextmanager
     def _closing_caches(self) -> Iterator[list[RemoteCache]]:

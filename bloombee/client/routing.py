@@ -9,7 +9,7 @@ ever appears twice: two parts of one span joined would be one stage fewer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -41,13 +41,22 @@ class Offer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What a session asks of every stage: `sequences` x `max_length` tokens of KV."""
+    """What a session asks of every stage: `sequences` x `max_length` tokens of KV.
+
+    `part` are the blocks to cover, None for all of the model.
+    """
 
     num_blocks: int
     fingerprint: str
     dtype: str
     sequences: int = 1
     max_length: int = 1
+    part: Span | None = None
+
+    @property
+    def span(self) -> Span:
+        """The blocks to cover."""
+        return self.part or Span(0, self.num_blocks)
 
     @property
     def kv_tokens(self) -> int:
@@ -84,25 +93,32 @@ def choose_route(
     *,
     tie_break: Callable[[], float],
     exclude: frozenset[PeerId] = frozenset(),
+    busy: frozenset[PeerId] = frozenset(),
 ) -> Route:
     """The route for a session, deterministic for given offers and numbers of `tie_break`.
 
-    Raises SwarmError naming the blocks that no usable server holds and why others
-    were left out; RequestError when servers hold them all but the session is too
-    large for some.
+    `exclude` failed of late, `busy` serve other blocks of the same session.
+
+    Raises SwarmError naming the blocks that no usable server holds and why others were
+    left out; RequestError when servers hold them all but the session is too large for
+    some.
     """
     ordered = sorted(offers, key=lambda offer: offer.peer)
-    verdicts = [_judge(offer, demand, exclude) for offer in ordered]
+    barred = {
+        **dict.fromkeys(busy, "serves another part"),
+        **dict.fromkeys(exclude, "failed before"),
+    }
+    verdicts = [_judge(offer, demand, barred) for offer in ordered]
     usable = [o for o, verdict in zip(ordered, verdicts, strict=True) if verdict is None]
-    path = _best_path(usable, demand.num_blocks, tie_break)
+    path = _best_path(usable, demand.span, tie_break)
     if path is None:
         raise _no_route(usable, [v for v in verdicts if v is not None], demand)
     return Route(path.route)
 
 
-def _judge(offer: Offer, demand: Demand, exclude: frozenset[PeerId]) -> _Rejection | None:
+def _judge(offer: Offer, demand: Demand, barred: Mapping[PeerId, str]) -> _Rejection | None:
     reasons = (
-        (offer.peer in exclude, "failed before"),
+        (offer.peer in barred, barred.get(offer.peer, "")),
         (offer.fingerprint != demand.fingerprint, "serves another model"),
         (offer.state != "online", f"is {offer.state}"),
         (offer.dtype != demand.dtype, f"serves {offer.dtype}, not {demand.dtype}"),
@@ -120,12 +136,13 @@ def _judge(offer: Offer, demand: Demand, exclude: frozenset[PeerId]) -> _Rejecti
 
 
 def _best_path(
-    usable: Sequence[Offer], num_blocks: int, tie_break: Callable[[], float]
+    usable: Sequence[Offer], whole: Span, tie_break: Callable[[], float]
 ) -> _Path | None:
     chances = {offer.peer: tie_break() for offer in usable}
-    borders = sorted({b for o in usable for b in (o.span.start, o.span.end)} | {num_blocks})
-    best: dict[int, _Path] = {0: _Path(0, 0.0, 0.0, ())}
-    for start in (0, *(b for b in borders if b > 0)):
+    cuts = {b for o in usable for b in (o.span.start, o.span.end) if whole.start < b < whole.end}
+    borders = sorted(cuts | {whole.end})
+    best: dict[int, _Path] = {whole.start: _Path(0, 0.0, 0.0, ())}
+    for start in (whole.start, *borders):
         path = best.get(start)
         if path is None:
             continue
@@ -134,7 +151,7 @@ def _best_path(
                 if end > offer.span.end:
                     break
                 _offer_path(best, path, offer, Span(start, end), chances[offer.peer])
-    return best.get(num_blocks)
+    return best.get(whole.end)
 
 
 def _offer_path(
@@ -154,10 +171,10 @@ def _offer_path(
 def _no_route(
     usable: Sequence[Offer], rejected: Sequence[_Rejection], demand: Demand
 ) -> SwarmError | RequestError:
-    missing = missing_spans([offer.span for offer in usable], demand.num_blocks)
+    missing = _missing([offer.span for offer in usable], demand.span)
     small = [r for r in rejected if r.too_small]
     widened = [offer.span for offer in usable] + [r.offer.span for r in small]
-    if small and not missing_spans(widened, demand.num_blocks):
+    if small and not _missing(widened, demand.span):
         limit = min(small, key=lambda r: (r.offer.max_length, r.offer.kv_tokens))
         return RequestError(
             f"{demand.sequences} sequences of {demand.max_length} tokens don't fit: "
@@ -166,10 +183,20 @@ def _no_route(
         )
     blocks = ", ".join(str(span) for span in missing)
     message = f"no server holds blocks {blocks} of 0:{demand.num_blocks}"
+    rejected = [r for r in rejected if demand.part is None or _meet(r.offer.span, demand.part)]
     if rejected:
         left_out = "; ".join(f"{r.offer.peer[-8:]} ({r.offer.span}) {r.reason}" for r in rejected)
         message += f" (left out: {left_out})"
     return SwarmError(f"{message}; start a server for them, or wait until one has joined")
+
+
+def _missing(spans: Iterable[Span], wanted: Span) -> list[Span]:
+    gaps = missing_spans(spans, wanted.end)
+    return [Span(max(gap.start, wanted.start), gap.end) for gap in gaps if gap.end > wanted.start]
+
+
+def _meet(span: Span, other: Span) -> bool:
+    return span.start < other.end and other.start < span.end
 
 
 def missing_spans(spans: Iterable[Span], num_blocks: int) -> list[Span]:

@@ -4,74 +4,56 @@ The client opens one stream to every stage, in parallel; each stage links to the
 next by a secret that only this client's stages know. A step goes to the first
 stage, travels from stage to stage, and its output comes from the last. A long
 prompt leaves as several steps, a few of them in flight at a time, so that all
-stages work. Whatever fails (a stage's report, a broken stream, a deadline, a
-cancelled caller) ends the session on every stage: the caller gets the error, and
-never tokens computed from something half done.
+stages work.
+
+Whatever happens to a stage is made good (`recovery`) before the step goes on: the
+caller gets the rows of an undisturbed run. An error reaches the caller when time is up,
+when blocks have no holder, or when the request is at fault; the session can go on
+after each of them, and the next step recovers first.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
 import torch
 from jaxtyping import Float
 
+from bloombee.client.circuit import Circuit, Interrupted, Seat
+from bloombee.client.heartbeat import keep_alive
 from bloombee.client.history import Entry, History
-from bloombee.client.links import (
-    Connect,
-    StageFailure,
-    StageLink,
-    connect_stages,
-    deadline,
-    first_failure,
-)
+from bloombee.client.ledger import Answer, Ledger, PendingStep, Standing
+from bloombee.client.moving import PAUSE_S, Moving
+from bloombee.client.opening import Opening, StageFailure, dial, open_seats
 from bloombee.client.payloads import decode_rows, encode_rows
-from bloombee.client.split import Part, Want, part_tokens, split
-from bloombee.client.traffic import StepTrace, Traffic
-from bloombee.config.client import ClientSettings
+from bloombee.client.recovery import Recoverer
+from bloombee.client.replay import EmbedEntries, Past, send
+from bloombee.client.split import Want, part_tokens, split
+from bloombee.client.surroundings import Holder, Surroundings
+from bloombee.client.terms import SessionTerms
+from bloombee.client.traffic import Progress, StepTrace, Traffic
 from bloombee.core import PackedTable, Route
-from bloombee.core.identifiers import SESSION_ID_BYTES
-from bloombee.errors import BloomBeeError, ProtocolError, RequestError, TransportError
-from bloombee.protocol.messages import (
-    Acknowledged,
-    AnyMessage,
-    Failed,
-    Open,
-    Opened,
-    Operations,
-    Output,
-    Step,
-    WireDtype,
+from bloombee.errors import (
+    BloomBeeError,
+    DeadlineExceeded,
+    KVFull,
+    RequestError,
+    StepFailed,
+    TransportError,
 )
+from bloombee.protocol.messages import Operations
 from bloombee.telemetry import now_us
-from bloombee.transport.interface import Endpoint
 
 _log = logging.getLogger(__name__)
 
 NO_OPERATIONS = Operations()
 StepPhase = Literal["prefill", "decode", "verify"]
-Answer = asyncio.Future[tuple[Output, memoryview]]
 
-
-@dataclass(frozen=True, slots=True)
-class SessionTerms:
-    """What a session reserves, and the rows that travel in it: `[T, hidden_size]` of `dtype`.
-
-    With `whole_prompts` no step is split: the model rotates by the length of the call.
-    """
-
-    fingerprint: str
-    sequences: int
-    max_length: int
-    hidden_size: int
-    dtype: WireDtype
-    whole_prompts: bool = False
+_MS = 1000
 
 
 class RemoteSession:
@@ -79,90 +61,87 @@ class RemoteSession:
 
     def __init__(
         self,
-        route: Route,
+        holders: Sequence[Holder],
         terms: SessionTerms,
-        links: Sequence[StageLink],
-        settings: ClientSettings,
+        around: Surroundings,
+        tasks: asyncio.TaskGroup,
+        embed: EmbedEntries,
     ) -> None:
-        self.route = route
         self.terms = terms
         self.history = History(terms.sequences)
         self.max_step_tokens = 0
-        self.traffic = Traffic([link.connection.counters for link in links])
-        self._links = list(links)
-        self._settings = settings
-        self._session = os.urandom(SESSION_ID_BYTES)
-        self._steps = 0
-        self._waiting: dict[int, Answer] = {}
-        self._failure: BloomBeeError | None = None
-        self._closing: asyncio.Event | None = None
+        self.entered = 0
+        """How many steps are in the history, whatever became of them since."""
+        self._around = around
+        self._settings = around.settings
+        self._ledger = Ledger(terms.sequences)
+        seats = [Seat(holder.stage, holder.endpoints) for holder in holders]
+        self._circuit = Circuit(seats, self._ledger, tasks, self._settings.close_s)
+        past = Past(terms, self.history, embed)
+        self._recoverer = Recoverer(self._circuit, around, past)
+        self._lock = asyncio.Lock()
+        self._moving = Moving(self._circuit, around, terms)
+        self._background: list[asyncio.Task[None]] = []
+        self._closed: asyncio.Event | None = None
 
-    @classmethod
-    async def open(
-        cls,
-        route: Route,
-        endpoints: Sequence[Sequence[Endpoint]],
-        terms: SessionTerms,
-        *,
-        connect: Connect,
-        settings: ClientSettings,
-        tasks: asyncio.TaskGroup,
-    ) -> RemoteSession:
-        """Reach all stages, reserve on each, and start to listen in `tasks`.
+    async def open(self, wait_s: float = 0.0) -> None:
+        """Reach all stages and reserve on each; where KV is short, queue for it up to `wait_s`.
 
-        Raises StageFailure, which carries the peer and its error.
+        Raises StageFailure, which carries the peer and its error; nothing is left then.
         """
-        links = await connect_stages(route, endpoints, connect)
-        session = cls(route, terms, links, settings)
+        circuit, settings = self._circuit, self._settings
         try:
-            opened = await session._open_stages()
+            refusals = await dial(circuit, circuit.seats, self._around, settings.connect_s)
+            if not refusals:
+                opening = Opening(
+                    terms=self.terms,
+                    open_s=settings.open_s,
+                    wait_s=wait_s,
+                    in_turn=wait_s > 0,
+                )
+                self._start()
+                refusals = await open_seats(circuit, opening)
+            for refusal in sorted(refusals, key=lambda each: isinstance(each.error, KVFull)):
+                raise StageFailure(refusal.seat.peer, refusal.error)
         except BaseException:
-            await session.close()
+            await self.close()
             raise
-        budget = settings.payload_bytes // (terms.hidden_size * _ITEM_BYTES[terms.dtype])
-        allowed = min(o.max_step_tokens for o in opened)
-        session.max_step_tokens = allowed if terms.whole_prompts else max(1, min(budget, allowed))
-        for link in links:
-            link.reader = tasks.create_task(link.listen(session._take, session._fail))
-        return session
+        self._measure()
 
-    async def _open_stages(self) -> list[Opened]:
-        opened: dict[int, Opened] = {}
-        secret = os.urandom(SESSION_ID_BYTES)
+    def _start(self) -> None:
+        tasks = self._circuit.tasks
+        self._background = [
+            tasks.create_task(keep_alive(self._circuit, self._settings)),
+            tasks.create_task(self._take_care()),
+        ]
 
-        async def reserve(index: int, link: StageLink) -> None:
-            following = self._links[index + 1].hop if index + 1 < len(self._links) else None
-            message = Open(
-                session=self._session,
-                secret=secret,
-                epoch=0,
-                fingerprint=self.terms.fingerprint,
-                start=link.stage.span.start,
-                end=link.stage.span.end,
-                sequences=self.terms.sequences,
-                max_length=self.terms.max_length,
-                dtype=self.terms.dtype,
-                next=following,
-            )
-            try:
-                opened[index] = await link.open(message, self._settings.open_s)
-            except BloomBeeError as error:
-                raise StageFailure(link.stage.peer, error) from error
+    def _measure(self) -> None:
+        allowed = min(seat.standing.max_step_tokens for seat in self._circuit.seats)
+        self.max_step_tokens = self.terms.step_tokens(allowed, self._settings.payload_bytes)
 
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                for index, link in enumerate(self._links):
-                    tasks.create_task(reserve(index, link))
-        except BaseExceptionGroup as group:
-            raise first_failure(group) from None
-        return list(opened.values())
+    @property
+    def route(self) -> Route:
+        """The stages that hold the session now."""
+        return self._circuit.route
+
+    @property
+    def progress(self) -> Progress:
+        """Route and traffic, for whoever shows them; stays true while the session runs."""
+        return self._circuit.progress
+
+    @property
+    def traffic(self) -> Traffic:
+        """What the session moved."""
+        return self._circuit.progress.traffic
 
     @property
     def is_open(self) -> bool:
         """Whether steps can be taken."""
-        return self._failure is None and self._closing is None
+        return self._closed is None
 
-    async def step(
+    # Steps ---------------------------------------------------------------------------
+
+    async def step(  # noqa: PLR0913 - what one step is, by name
         self,
         rows: Float[torch.Tensor, "T D"],
         table: PackedTable,
@@ -171,33 +150,50 @@ class RemoteSession:
         operations: Operations = NO_OPERATIONS,
         want: Want = "last",
         phase: StepPhase = "decode",
+        within_s: float | None = None,
     ) -> Float[torch.Tensor, "R D"]:
         """Send T packed rows through all stages; returns the rows that `want` asks for.
 
         `all` gives T rows, `last` one for each sequence of the table, `none` none.
-        `operations` are applied before. `entries` (the T ids) are kept in `history`.
-        Raises RequestError when a sequence would outgrow the session (nothing is
-        sent then); otherwise an error closes the session: what a stage reported,
-        TransportError, DeadlineExceeded, ProtocolError.
+        `operations` are applied before. `entries` (the T ids) are kept in `history`;
+        `rows` are kept until they are answered and must not change. It takes at most
+        `within_s` and the settings' `step_s`, recoveries included.
+
+        Raises RequestError when a sequence would outgrow the session (nothing is sent
+        then), DeadlineExceeded, SwarmError when blocks have no holder, or what a stage
+        reports of the request. The session goes on after each of them.
         """
         self._check(table)
+        limit_s = self._limit_s(within_s)
+        until_s = asyncio.get_running_loop().time() + limit_s
+        await self._take_turn(until_s, limit_s)
         try:
-            self.history.apply(operations)
-            self.history.append(table, entries)
-            return await self._exchange(rows, table, operations, want, phase)
-        except BaseException as error:
-            self._fail(
-                error
-                if isinstance(error, BloomBeeError)
-                else RequestError("the step was cancelled")
-            )
-            await self.close()
-            raise
+            if self._ledger or self._circuit.alarm.is_set() or self._recoverer.is_due:
+                await self._settle(until_s)
+            sent = self._enter(rows, table, entries, operations, want, phase)
+            await self._settle(until_s)
+        except DeadlineExceeded as error:
+            raise self._late(limit_s, error) from None
+        finally:
+            self._lock.release()
+        outputs = [self._rows_of(step) for step in sent]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def _limit_s(self, within_s: float | None) -> float:
+        return self._settings.step_s if within_s is None else min(within_s, self._settings.step_s)
+
+    async def _take_turn(self, until_s: float, limit_s: float) -> None:
+        if not self._lock.locked() and limit_s > 0:
+            await self._lock.acquire()
+            return
+        try:
+            async with asyncio.timeout_at(until_s):
+                await self._lock.acquire()
+        except TimeoutError:
+            raise self._late(limit_s) from None
 
     def _check(self, table: PackedTable) -> None:
-        if self._failure is not None:
-            raise type(self._failure)(f"the session is over: {self._failure}")
-        if self._closing is not None:
+        if self._closed is not None:
             raise RequestError("the session is closed; open another")
         limit = self.terms.max_length
         if any(f + c > limit for f, c in zip(table.first_positions, table.counts, strict=True)):
@@ -211,107 +207,173 @@ class RemoteSession:
                 f"tokens here, and this one has {table.tokens}: send fewer or shorter prompts"
             )
 
-    async def _exchange(
+    def _late(self, limit_s: float, error: BloomBeeError | None = None) -> DeadlineExceeded:
+        message = f"a step through {self.route} took longer than {limit_s:.3g} s"
+        return DeadlineExceeded(f"{message}: {error}" if error is not None else message)
+
+    def _enter(
         self,
         rows: torch.Tensor,
         table: PackedTable,
+        entries: Sequence[Entry],
         operations: Operations,
         want: Want,
         phase: StepPhase,
-    ) -> torch.Tensor:
-        one_stage = phase != "prefill" or len(self._links) == 1
-        if self.terms.whole_prompts or (one_stage and table.tokens <= self.max_step_tokens):
-            size = table.tokens
-        else:
-            least = self._settings.prefill_tokens
-            size = part_tokens(table.tokens, len(self._links), least, self.max_step_tokens)
-        sent: list[tuple[Part, Answer]] = []
-        outputs: list[torch.Tensor] = []
-        for part in split(table, want, size):
-            if len(sent) - len(outputs) >= self._settings.steps_in_flight:
-                outputs.append(await self._receive(*sent[len(outputs)]))
-            chunk = rows[part.start : part.stop]
-            sent.append((part, await self._send(chunk, part, operations, phase)))
+    ) -> list[PendingStep]:
+        """Write a step into the books, cut to parts; nothing is sent yet."""
+        self.history.apply(operations)
+        self.history.append(table, entries)
+        self.entered += 1
+        steps: list[PendingStep] = []
+        for part in split(table, want, self._part_tokens(table.tokens, phase)):
+            payload, content = encode_rows(rows[part.start : part.stop], self.terms.dtype)
+            step = PendingStep(
+                self._ledger.number(),
+                part,
+                operations,
+                phase,
+                payload,
+                content,
+                self._settings.trace,
+            )
             operations = NO_OPERATIONS
-        while len(outputs) < len(sent):
-            outputs.append(await self._receive(*sent[len(outputs)]))
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+            self._ledger.enter(step)
+            steps.append(step)
+        return steps
 
-    async def _send(
-        self, rows: torch.Tensor, part: Part, operations: Operations, phase: StepPhase
-    ) -> Answer:
-        payload, content = encode_rows(rows, self.terms.dtype)
-        self._steps += 1
-        message = Step(
-            session=self._session,
-            epoch=0,
-            step=self._steps,
-            phase=phase,
-            sequences=part.table.sequences,
-            first_positions=part.table.first_positions,
-            counts=part.table.counts,
-            payload=payload,
-            want=part.wants,
-            parents=part.table.parents,
-            operations=operations,
-            trace=self._settings.trace,
-        )
-        answer: Answer = asyncio.get_running_loop().create_future()
-        self._waiting[self._steps] = answer
-        if self._settings.trace:
-            answer.add_done_callback(partial(self._trace, now_us()))
-        async with deadline(self._settings.step_s, f"sending a step to {self._links[0]}"):
-            await self._links[0].connection.send(message, content)
-        return answer
+    def _part_tokens(self, tokens: int, phase: StepPhase) -> int:
+        stages = len(self._circuit.seats)
+        one_stage = phase != "prefill" or stages == 1
+        if self.terms.whole_prompts or (one_stage and tokens <= self.max_step_tokens):
+            return tokens
+        return part_tokens(tokens, stages, self._settings.prefill_tokens, self.max_step_tokens)
 
-    async def _receive(self, part: Part, answer: Answer) -> torch.Tensor:
-        async with deadline(self._settings.step_s, f"a step through {self.route}"):
-            output, content = await answer
+    def _rows_of(self, step: PendingStep) -> torch.Tensor:
+        output, content = step.answer.result()
+        part = step.part
         rows = {"all": part.table.tokens, "last": len(part.table.counts), "none": 0}[part.wants]
         shape = (rows, self.terms.hidden_size)
         return decode_rows(output.payload, content, shape, self.terms.dtype)[: part.kept]
 
-    def _trace(self, sent_us: int, answer: Answer) -> None:
-        if not answer.cancelled() and answer.exception() is None:
+    async def _settle(self, until_s: float) -> None:
+        """Send and wait until nothing is pending, recovering as often as it takes."""
+        circuit = self._circuit
+        while True:
+            if self._moving.is_due:
+                await self._moving.request()
+            if circuit.reports or self._recoverer.is_due:
+                await self._recover(until_s)
+            circuit.alarm.clear()
+            try:
+                async with circuit.waiting(until_s, "an answer"):
+                    await self._pump(until_s)
+                return
+            except Interrupted:
+                self._check_open()
+
+    async def _pump(self, until_s: float) -> None:
+        """Send what is pending, a few steps ahead, and wait for the answers."""
+        ledger, window = self._ledger, self._settings.steps_in_flight
+        while ledger:
+            for step in ledger.first(window):
+                if not step.sent:
+                    await self._send(step, until_s)
+            oldest = ledger.oldest
+            if oldest is not None:
+                await asyncio.shield(oldest.answer)
+                self._recoverer.progress()
+
+    async def _send(self, step: PendingStep, until_s: float) -> None:
+        now_s = asyncio.get_running_loop().time()
+        left_ms = max(1, min(int((until_s - now_s) * _MS), (1 << 32) - 1))
+        standing = Standing(self._circuit.session, self._circuit.epoch, left_ms)
+        message = step.message(standing, self._ledger.answered)
+        if step.trace and not step.is_traced:
+            step.is_traced = True
+            step.answer.add_done_callback(partial(self._trace, now_us()))
+        await send(self._circuit.seats[0].stream, message, step.content)
+        step.sent = True  # not before: cut short, it may or may not be on its way
+
+    def _trace(self, sent_us: int, answer: asyncio.Future[Answer]) -> None:
+        if not answer.cancelled():
             taken = StepTrace(now_us() - sent_us, answer.result()[0].timings)
             self.traffic.traces.append(taken)
 
-    def _take(self, link: StageLink, message: AnyMessage, payload: memoryview) -> None:
-        match message:
-            case Output() if link is self._links[-1] and message.step in self._waiting:
-                answer = self._waiting.pop(message.step)
-                if not answer.done():
-                    answer.set_result((message, payload))
-            case Failed():
-                self._fail(link.told(message))
-            case Acknowledged():
-                _log.debug("%s had step %d before", link, message.step)
-            case _:
-                self._fail(ProtocolError(f"{link} sent {type(message).__name__} unasked"))
+    # Losses ----------------------------------------------------------------------------
 
-    def _fail(self, error: BloomBeeError) -> None:
-        """Remember the first error and wake whoever waits for an answer."""
-        if self._failure is None and self._closing is None:
-            self._failure = error
-        for answer in self._waiting.values():
-            if not answer.done():
-                answer.set_exception(self._failure or error)
-                answer.exception()  # it counts as seen: a caller may have gone
-        self._waiting.clear()
+    def _check_open(self) -> None:
+        if self._circuit.is_closing:
+            raise TransportError("the session was closed")
+
+    async def _recover(self, until_s: float) -> None:
+        try:
+            await self._recoverer.run(until_s)
+        except Interrupted:
+            self._check_open()
+        except (RequestError, StepFailed):
+            self._withdraw()
+            raise
+        self._measure()
+
+    def _withdraw(self) -> None:
+        """Give up what is pending, which can't be computed; the rest is rebuilt later.
+
+        The operations of these steps stay done, their tokens are forgotten.
+        """
+        for step in reversed(self._ledger.withdraw()):
+            table = step.part.table
+            for sequence, first in zip(table.sequences, table.first_positions, strict=True):
+                self.history.cut(sequence, first)
+        self._forget_stages()
+
+    def _forget_stages(self) -> None:
+        """What stages hold counts no longer: all of it is computed again."""
+        self._ledger.rebase(range(self.terms.sequences))
+        self._recoverer.is_due = True
+
+    async def restore(self, past: Sequence[Sequence[Entry]], within_s: float | None = None) -> None:
+        """Hold these entries in sequences 0, 1, ...: all stages compute them.
+
+        For a new session. Takes as long and raises as `step` does; the entries are in the
+        history from the start, and if this fails the next step computes them first.
+        """
+        for sequence, entries in enumerate(past):
+            self.history.restore(sequence, entries)
+        self._forget_stages()
+        limit_s = self._limit_s(within_s)
+        until_s = asyncio.get_running_loop().time() + limit_s
+        await self._take_turn(until_s, limit_s)
+        try:
+            await self._settle(until_s)
+        finally:
+            self._lock.release()
+
+    async def _take_care(self) -> None:
+        """See to what happens while no step runs, so that stages need not be rebuilt later."""
+        circuit = self._circuit
+        now = asyncio.get_running_loop().time
+        while True:
+            try:
+                async with asyncio.timeout(PAUSE_S if self._moving.is_due else None):
+                    await circuit.alarm.wait()
+            except TimeoutError:
+                _log.debug("looking again for who takes over")
+            try:
+                async with self._lock:
+                    await self._settle(now() + self._settings.recovery_s)
+            except BloomBeeError as error:
+                circuit.alarm.clear()
+                _log.info("the session waits for its next step to recover: %s", error)
 
     async def close(self) -> None:
         """Free the session on every stage. Never raises; may be called again."""
-        if self._closing is not None:
-            await self._closing.wait()
+        if self._closed is not None:
+            await self._closed.wait()
             return
-        self._closing = asyncio.Event()
-        self._fail(TransportError("the session was closed"))
+        self._closed = asyncio.Event()
         try:
-            async with asyncio.TaskGroup() as tasks:
-                for link in self._links:
-                    tasks.create_task(link.close(self._session, self._settings.close_s))
+            for task in self._background:
+                task.cancel()
+            await self._circuit.close()
         finally:
-            self._closing.set()
-
-
-_ITEM_BYTES: dict[WireDtype, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "int32": 4}
+            self._closed.set()

@@ -2,7 +2,8 @@
 
 Servers die and fill up between two looks at the swarm. A peer that does not
 answer, is stopping, or is full is left out and another route is tried, a few
-times; what the request itself is wrong about is raised at once.
+times; what the request itself is wrong about is raised at once. When all that hold
+some blocks are full, the session queues for their KV.
 """
 
 from __future__ import annotations
@@ -14,17 +15,24 @@ from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
-from bloombee.client.links import Connect, StageFailure
+from bloombee.client.links import Connect
+from bloombee.client.opening import StageFailure
+from bloombee.client.replay import EmbedEntries
 from bloombee.client.routing import Demand, choose_route
-from bloombee.client.session import RemoteSession, SessionTerms
+from bloombee.client.session import RemoteSession
+from bloombee.client.surroundings import Holder
+from bloombee.client.terms import SessionTerms
 from bloombee.config.client import ClientSettings
-from bloombee.core import PeerId, Route
-from bloombee.errors import BloomBeeError, DeadlineExceeded, SwarmError
-from bloombee.swarm.records import ServerRecord
+from bloombee.core import PeerId, Span
+from bloombee.errors import BloomBeeError, DeadlineExceeded, KVFull, RequestError, SwarmError
+from bloombee.planner.recovery import PeerHealth
 from bloombee.swarm.view import SwarmSnapshot
 from bloombee.transport.interface import Endpoint
 
 _log = logging.getLogger(__name__)
+
+STALE_S = 30.0
+"""How old a look may be whose servers take over lost blocks at once."""
 
 
 @dataclass
@@ -34,6 +42,7 @@ class SwarmAccess:
     `look` gives the current records, `connect` opens a connection, `close` lets go
     of everything. `tie_break` gives numbers in [0, 1) that spread clients over equal
     servers. One look serves new sessions for `settings.snapshot_s`, unless one fails.
+    `health` is what all sessions of the client know of peers that failed.
     """
 
     look: Callable[[], Awaitable[SwarmSnapshot]]
@@ -42,43 +51,92 @@ class SwarmAccess:
     num_blocks: int
     close: Callable[[], Coroutine[Any, Any, None]]
     tie_break: Callable[[], float] = field(default_factory=lambda: random.Random().random)
+    health: PeerHealth = field(init=False)
     _seen: tuple[float, SwarmSnapshot] | None = field(default=None, init=False)
 
-    async def open(self, terms: SessionTerms, tasks: asyncio.TaskGroup) -> RemoteSession:
-        """An open session on the best route there is.
+    def __post_init__(self) -> None:
+        self.health = PeerHealth(
+            backoff_s=self.settings.backoff_s, cap_s=self.settings.backoff_cap_s
+        )
+
+    async def open(
+        self, terms: SessionTerms, tasks: asyncio.TaskGroup, embed: EmbedEntries
+    ) -> RemoteSession:
+        """An open session on the best route there is; `embed` is for rebuilding its first stage.
 
         Raises SwarmError when no route covers the model, RequestError when the
-        session is too large for its servers, or what the last route tried failed of.
+        session is too large for its servers, KVFull when they have no room in
+        `settings.queue_s`, or what the last route tried failed of.
         """
-        excluded: set[PeerId] = set()
+        failed: set[PeerId] = set()
+        full: set[PeerId] = set()
         failure: BloomBeeError | None = None
+        queue_until_s = asyncio.get_running_loop().time() + self.settings.queue_s
         for _ in range(self.settings.route_attempts):
-            snapshot = await self._snapshot(fresh=failure is not None)
+            wait_s = 0.0
             try:
-                route = self._choose(snapshot, terms, frozenset(excluded))
+                holders = await self._route(terms, failed | full, fresh=failure is not None)
             except SwarmError as error:
-                self._seen = None
-                raise (failure or error) from error
+                if not full:
+                    self._seen = None
+                    raise (failure or error) from error
+                wait_s = max(queue_until_s - asyncio.get_running_loop().time(), 0.0)
+                holders = await self._route(terms, failed, fresh=False)
+            session = RemoteSession(holders, terms, self, tasks, embed)
             try:
-                return await RemoteSession.open(
-                    route,
-                    [_endpoints(snapshot, stage.peer) for stage in route.stages],
-                    terms,
-                    connect=self.connect,
-                    settings=self.settings,
-                    tasks=tasks,
-                )
+                await session.open(wait_s)
             except StageFailure as stage:
-                if not stage.error.retry:
-                    raise stage.error from None
-                _log.info("trying another route: %s", stage.error)
-                excluded.add(stage.peer)
                 failure = stage.error
+                if not failure.retry or (wait_s and isinstance(failure, KVFull)):
+                    raise failure from None
+                _log.info("trying another route: %s", failure)
+                self._leave_out(stage, full if isinstance(failure, KVFull) else failed)
+            else:
+                return session
         raise failure or SwarmError("no route was tried: set route_attempts to 1 or more")
 
-    async def _snapshot(self, *, fresh: bool) -> SwarmSnapshot:
+    def _leave_out(self, stage: StageFailure, among: set[PeerId]) -> None:
+        among.add(stage.peer)
+        if not isinstance(stage.error, KVFull):
+            self.health.failed(stage.peer, asyncio.get_running_loop().time())
+
+    async def _route(
+        self, terms: SessionTerms, exclude: set[PeerId], *, fresh: bool
+    ) -> list[Holder]:
+        """Stages for all blocks; peers that failed of late only where there are no others."""
+        snapshot = await self._snapshot(0.0 if fresh else self.settings.snapshot_s)
+        away = self.health.left_out(asyncio.get_running_loop().time())
+        if away:
+            try:
+                return self._choose(snapshot, terms, frozenset(exclude | away))
+            except (SwarmError, RequestError):
+                _log.debug("no route without peers that failed of late")
+        return self._choose(snapshot, terms, frozenset(exclude))
+
+    async def holders(
+        self, span: Span, terms: SessionTerms, *, busy: frozenset[PeerId], fresh: bool
+    ) -> list[Holder]:
+        """Stages that cover `span`, of peers that are neither `busy` nor left out for now.
+
+        With `fresh` the swarm is looked at again. Raises SwarmError when blocks have no
+        holder, RequestError when the session is too large for those there are.
+        """
+        away = self.health.left_out(asyncio.get_running_loop().time())
+        if not fresh and self._seen is not None:
+            snapshot = await self._snapshot(max(STALE_S, self.settings.snapshot_s))
+            try:
+                return self._choose(snapshot, terms, away, span, busy)
+            except (SwarmError, RequestError) as error:
+                _log.debug("looking again: %s", error)
+        return self._choose(await self._snapshot(0.0), terms, away, span, busy)
+
+    def endpoints(self, peer: PeerId) -> tuple[Endpoint, ...]:
+        """Where `peer` listens, as of the last look; empty when it was not seen."""
+        return () if self._seen is None else _endpoints(self._seen[1], peer)
+
+    async def _snapshot(self, max_age_s: float) -> SwarmSnapshot:
         now = asyncio.get_running_loop().time()
-        if self._seen is not None and not fresh and now - self._seen[0] < self.settings.snapshot_s:
+        if self._seen is not None and now - self._seen[0] < max_age_s:
             return self._seen[1]
         try:
             async with asyncio.timeout(self.settings.connect_s):
@@ -92,20 +150,26 @@ class SwarmAccess:
         return snapshot
 
     def _choose(
-        self, snapshot: SwarmSnapshot, terms: SessionTerms, excluded: frozenset[PeerId]
-    ) -> Route:
+        self,
+        snapshot: SwarmSnapshot,
+        terms: SessionTerms,
+        exclude: frozenset[PeerId],
+        part: Span | None = None,
+        busy: frozenset[PeerId] = frozenset(),
+    ) -> list[Holder]:
         demand = Demand(
-            self.num_blocks, terms.fingerprint, terms.dtype, terms.sequences, terms.max_length
+            self.num_blocks, terms.fingerprint, terms.dtype, terms.sequences, terms.max_length, part
         )
         # When nobody serves this model, the error tells what is served instead.
         records = snapshot.select(fingerprint=terms.fingerprint).records or snapshot.records
-        return choose_route(records, demand, tie_break=self.tie_break, exclude=excluded)
+        route = choose_route(records, demand, tie_break=self.tie_break, exclude=exclude, busy=busy)
+        return [Holder(stage, _endpoints(snapshot, stage.peer)) for stage in route.stages]
 
 
-def _endpoints(snapshot: SwarmSnapshot, peer: PeerId) -> list[Endpoint]:
-    record: ServerRecord | None = snapshot.find(peer)
+def _endpoints(snapshot: SwarmSnapshot, peer: PeerId) -> tuple[Endpoint, ...]:
+    record = snapshot.find(peer)
     if record is None:
-        return []
+        return ()
     # One without an address is reached through libp2p.
     addresses = record.addresses or ("",)
-    return [Endpoint(record.peer, address, record.certificate_hash) for address in addresses]
+    return tuple(Endpoint(record.peer, address, record.certificate_hash) for address in addresses)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from bloombee.core import Route, Stage
 from bloombee.protocol.messages import Timing
 from bloombee.transport.interface import StreamCounters
 
@@ -23,14 +23,39 @@ class StepTrace:
 
 
 @dataclass(frozen=True, slots=True)
-class Traffic:
-    """Counts of one session, on the client's streams to all stages; grows while it runs.
+class Recovery:
+    """One recovery of a session: what it lost, and what it took to go on.
 
-    `traces` holds a `StepTrace` for every step when the settings ask for `trace`.
+    `replayed_tokens` counts a token once for every stage that computed it again, and
+    `replayed_bytes` the rows that entered these stages. `seconds` run from the moment
+    that the loss was noticed.
     """
 
-    streams: Sequence[StreamCounters]
+    lost: tuple[Stage, ...]
+    taken: tuple[Stage, ...]
+    replayed_tokens: int
+    replayed_bytes: int
+    seconds: float
+
+    def __str__(self) -> str:
+        if not self.lost and not self.taken:
+            what = "linked the stages anew"
+        else:
+            what = f"replaced {_named(self.lost)} by {_named(self.taken)}"
+        return f"{what}; {self.replayed_tokens} tokens computed again, {self.seconds:.2f} s"
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Counts of one session, on all streams that the client had for it; grows while it runs.
+
+    `traces` holds a `StepTrace` for every step when the settings ask for `trace`,
+    `recoveries` every recovery.
+    """
+
+    streams: list[StreamCounters] = field(default_factory=list)
     traces: list[StepTrace] = field(default_factory=list)
+    recoveries: list[Recovery] = field(default_factory=list)
 
     @property
     def bytes_sent(self) -> int:
@@ -41,3 +66,25 @@ class Traffic:
     def bytes_received(self) -> int:
         """Bytes of frames that the client received."""
         return sum(stream.bytes_received for stream in self.streams)
+
+    @property
+    def replayed_tokens(self) -> int:
+        """Tokens that were computed again, over all recoveries and stages."""
+        return sum(recovery.replayed_tokens for recovery in self.recoveries)
+
+    @property
+    def replayed_bytes(self) -> int:
+        """Bytes of the rows that entered stages to be computed again."""
+        return sum(recovery.replayed_bytes for recovery in self.recoveries)
+
+
+@dataclass(slots=True)
+class Progress:
+    """Where a session runs now, and what it moved: what `model.route` and `traffic` show."""
+
+    route: Route
+    traffic: Traffic = field(default_factory=Traffic)
+
+
+def _named(stages: tuple[Stage, ...]) -> str:
+    return ", ".join(f"{stage.span} at {stage.peer[-8:]}" for stage in stages) or "nothing"

@@ -1,0 +1,56 @@
+"""Signs of life: every stage is asked for one again and again, and missed when it is silent."""
+
+from __future__ import annotations
+
+import asyncio
+
+from bloombee.client.circuit import Circuit
+from bloombee.client.links import StageLink
+from bloombee.config.client import ClientSettings
+from bloombee.errors import DeadlineExceeded
+from bloombee.planner.recovery import StallWatch, Trouble
+from bloombee.protocol.machine import State
+
+_ANSWERING = (State.OPENING, State.SESSION, State.REOPENING)
+
+
+async def keep_alive(circuit: Circuit, settings: ClientSettings) -> None:
+    """Beat, and report stages that are silent or sit on a step, for as long as it runs."""
+    now, stalls = asyncio.get_running_loop().time, StallWatch(settings.stage_s)
+    while True:
+        due_s = now() + settings.heartbeat_s
+        await asyncio.sleep(settings.heartbeat_s)
+        late_s = now() - due_s
+        links = [
+            link for link in circuit.links if link.is_up and link.connection.state in _ANSWERING
+        ]
+        for link in links:
+            if late_s > settings.heartbeat_s:
+                link.heard_s += late_s  # it was us who did not listen
+            elif now() - link.heard_s > settings.silence_s:
+                _miss(link, settings.silence_s)
+        async with asyncio.TaskGroup() as tasks:
+            for link in links:
+                tasks.create_task(link.beat(circuit.session, settings.heartbeat_s))
+        _look_for_stalls(circuit, stalls, now())
+
+
+def _answers(link: StageLink) -> bool:
+    return link.is_up and link.connection.state in _ANSWERING
+
+
+def _miss(link: StageLink, silence_s: float) -> None:
+    link.silent = True
+    link.lose(DeadlineExceeded(f"{link} has given no sign of life for {silence_s:g} s"))
+
+
+def _look_for_stalls(circuit: Circuit, stalls: StallWatch, now_s: float) -> None:
+    oldest = circuit.ledger.oldest
+    due = oldest.number if oldest is not None and oldest.sent else 0
+    sent = [0 if seat.link is None else seat.link.sent_step for seat in circuit.seats]
+    stage = stalls.suspect(due, sent, now_s)
+    if stage is None:
+        return
+    seat = circuit.seats[stage]
+    error = DeadlineExceeded(f"blocks {seat.span} at {seat.peer[-8:]} hold a step for too long")
+    circuit.note(seat, Trouble.STALLED, error)

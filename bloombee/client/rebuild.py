@@ -1,0 +1,91 @@
+"""Which rows rebuild the stages that hold nothing: pure, over what was sent and what is held.
+
+Neighbouring empty stages are one gap. The stage before a gap sends the rows of its
+journal again; before the first stage there is only the client, which has the ids.
+What the stage before has applied of steps without an answer is left out: these steps
+come again themselves, and only their operations are done already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from bloombee.client.ledger import PendingStep
+from bloombee.client.split import Part, part_tokens, split
+from bloombee.core import PackedTable
+from bloombee.protocol.messages import Operations
+
+_NO_OPERATIONS = Operations()
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """The stages `first` to `last` of the route hold nothing."""
+
+    first: int
+    last: int
+
+    @property
+    def stages(self) -> int:
+        """How many they are."""
+        return self.last - self.first + 1
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The first `lengths[s]` tokens of each sequence, and the steps whose operations they show."""
+
+    lengths: tuple[int, ...]
+    included: tuple[int, ...]
+
+    @property
+    def tokens(self) -> int:
+        """How many rows these are."""
+        return sum(self.lengths)
+
+    def parts(self, stages: int, least: int, limit: int) -> Iterator[Part]:
+        """The rows cut to steps for so many stages, of at most `limit` tokens."""
+        live = [sequence for sequence, length in enumerate(self.lengths) if length]
+        if not live:
+            return
+        table = PackedTable(
+            tuple(live), (0,) * len(live), tuple(self.lengths[sequence] for sequence in live)
+        )
+        yield from split(table, "none", part_tokens(table.tokens, stages, least, limit))
+
+
+def gaps(is_empty: Sequence[bool]) -> list[Gap]:
+    """Runs of stages that are empty, in order."""
+    found: list[Gap] = []
+    for stage, empty in enumerate(is_empty):
+        if empty and found and found[-1].last == stage - 1:
+            found[-1] = Gap(found[-1].first, stage)
+        elif empty:
+            found.append(Gap(stage, stage))
+    return found
+
+
+def rows_of_stage(
+    held: Sequence[int], newest_steps: Sequence[int], pending: Iterable[PendingStep]
+) -> Rows:
+    """What a stage replays that holds `held` tokens, given its newest steps."""
+    applied = [
+        step for step in pending if newest_steps[step.part.table.sequences[0]] >= step.number
+    ]
+    return _rows(held, applied)
+
+
+def rows_of_client(lengths: Sequence[int], pending: Iterable[PendingStep]) -> Rows:
+    """What the client replays: its history counts every pending step as applied."""
+    return _rows(lengths, list(pending))
+
+
+def _rows(lengths: Sequence[int], applied: Sequence[PendingStep]) -> Rows:
+    kept = list(lengths)
+    for step in reversed(applied):
+        table = step.part.table
+        for sequence, first in zip(table.sequences, table.first_positions, strict=True):
+            kept[sequence] = first
+    included = tuple(step.number for step in applied if step.operations != _NO_OPERATIONS)
+    return Rows(tuple(kept), included)

@@ -1,0 +1,205 @@
+"""Making good a loss: new servers for lost blocks, a new epoch for all, and rows replayed.
+
+One round: every seat gets a peer and a stream (`Staffing`), all seats are opened at the
+next epoch and say what they hold, gaps are filled by replay. Whatever happens to a
+stage meanwhile ends the round, and the next one starts from how things stand then.
+Rounds are bounded by time alone, with growing pauses between them. The session
+stays as it is when time is up: the next step tries again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass, field
+
+from bloombee.client.circuit import Circuit, Interrupted, Report
+from bloombee.client.opening import Opening, Refusal, open_seats
+from bloombee.client.rebuild import gaps
+from bloombee.client.replay import Effort, Past, Rebuilder
+from bloombee.client.staffing import Staffing
+from bloombee.client.surroundings import Surroundings
+from bloombee.client.traffic import Recovery
+from bloombee.core import PeerId, Stage
+from bloombee.errors import BloomBeeError, DeadlineExceeded, KVFull, SwarmError
+from bloombee.planner.recovery import (
+    Care,
+    Cares,
+    Casebook,
+    Symptom,
+    Treatment,
+    Trouble,
+    trouble_of,
+)
+
+_log = logging.getLogger(__name__)
+
+FIRST_PAUSE_S = 0.05
+LONGEST_PAUSE_S = 0.5
+"""Between two rounds, and between two looks for servers of missing blocks."""
+
+
+@dataclass(slots=True)
+class _Case:
+    """One run: what it started from, how long it may take, and what it took."""
+
+    begun_s: float
+    until_s: float
+    before: tuple[Stage, ...]
+    effort: Effort = field(default_factory=Effort)
+    full: set[PeerId] = field(default_factory=set[PeerId])
+    last: BloomBeeError | None = None
+    is_waiting: bool = False
+    bound: asyncio.Timeout | None = None
+
+
+class Recoverer:
+    """Recovers one session. `is_due` while its stages don't hold it."""
+
+    def __init__(self, circuit: Circuit, around: Surroundings, past: Past) -> None:
+        self.is_due = False
+        self._circuit = circuit
+        self._around = around
+        self._past = past
+        self._settings = around.settings
+        self._staffing = Staffing(circuit, around, past.terms)
+        self._rebuilder = Rebuilder(circuit, past, around.settings)
+        self._casebook = Casebook(first_pause_s=FIRST_PAUSE_S, longest_pause_s=LONGEST_PAUSE_S)
+        self._is_unproven = True
+
+    def progress(self) -> None:
+        """A step was answered."""
+        self._casebook.progress()
+        if self._is_unproven:
+            self._is_unproven = False
+            for seat in self._circuit.seats:
+                self._around.health.worked(seat.peer)
+
+    async def run(self, until_s: float) -> None:
+        """Work until all stages hold what was answered; pending steps are then to be sent.
+
+        Raises SwarmError when blocks have no holder for too long, the error of a stage
+        that no other could mend, or DeadlineExceeded at `until_s` of the event loop's time.
+        """
+        now_s = asyncio.get_running_loop().time()
+        limit_s = min(until_s, now_s + self._settings.recovery_s)
+        case = _Case(now_s, limit_s, self._circuit.route.stages)
+        self.is_due = True
+        while self.is_due:
+            treatment = self._treat(case)
+            try:
+                async with asyncio.timeout_at(case.until_s) as case.bound:
+                    await asyncio.sleep(treatment.pause_s)
+                    await self._round(treatment.cares, case, until_s)
+            except TimeoutError:
+                raise self._late(case, until_s) from None
+            except Interrupted:
+                if self._circuit.is_closing:
+                    raise
+            except SwarmError as missing:
+                self._wait_for_holders(case, missing)
+        self._is_unproven = True
+        self._note_success(case)
+
+    def _treat(self, case: _Case) -> Treatment:
+        reports = self._circuit.take_reports()
+        seats = self._circuit.seats
+        symptoms = [Symptom(seats.index(report.seat), report.trouble) for report in reports]
+        treatment = self._casebook.treat(symptoms, [seat.peer for seat in seats])
+        for report in reports:
+            case.last = report.error
+            _log.info("%s: %s", report.trouble, report.error)
+        self._staffing.judge(reports, treatment)
+        if (hopeless := treatment.hopeless) is not None:
+            raise _error_of(reports, hopeless)
+        return treatment
+
+    async def _round(self, cares: tuple[Cares, ...], case: _Case, until_s: float) -> None:
+        circuit = self._circuit
+        chosen = await self._staffing.staff(dict(zip(circuit.seats, cares, strict=True)), case)
+        opening = Opening(
+            terms=self._past.terms,
+            open_s=self._settings.open_s,
+            resumed=frozenset(
+                seat for seat in circuit.seats if seat.is_known and chosen.get(seat) is Care.KEEP
+            ),
+            wait_s=min(self._settings.queue_s, self._settings.recovery_s) if case.full else 0.0,
+            full=frozenset(case.full),
+        )
+        refusals = await open_seats(circuit, opening)
+        circuit.retire_strangers()
+        for refusal in refusals:
+            self._refused(refusal, case)
+        if refusals:
+            raise Interrupted
+        holes = gaps(self._empty())
+        async with circuit.waiting(until_s, "rebuilding lost stages"):
+            await self._rebuilder.fill(holes, case.effort, lambda: self._went_on(case, until_s))
+        circuit.ledger.unsent()
+        self.is_due = False
+
+    def _refused(self, refusal: Refusal, case: _Case) -> None:
+        """A stage that does not open is in trouble, unless its link has told so already."""
+        seat, error = refusal.seat, refusal.error
+        if isinstance(error, KVFull):
+            case.full.add(seat.peer)
+        if seat.is_up:
+            trouble = trouble_of(error, reported=False)
+            if isinstance(error, DeadlineExceeded):
+                trouble = Trouble.SILENT
+            self._circuit.note(seat, trouble, error)
+
+    def _empty(self) -> list[bool]:
+        """Which stages are to be rebuilt; raises Interrupted when some first have to forget."""
+        circuit, lengths = self._circuit, self._past.history.lengths
+        empty = [
+            not circuit.ledger.is_current(seat.standing.newest_steps, lengths)
+            for seat in circuit.seats
+        ]
+        for seat, is_empty in zip(circuit.seats, empty, strict=True):
+            if is_empty and any(seat.standing.held_tokens):
+                error = SwarmError(f"{seat.stream} lacks steps that were answered")
+                circuit.note(seat, Trouble.GAP, error)
+        if circuit.reports:
+            raise Interrupted
+        return empty
+
+    def _went_on(self, case: _Case, until_s: float) -> None:
+        """Replaying goes on: as long as it does, only the caller's own time bounds it."""
+        bound = asyncio.get_running_loop().time() + self._settings.recovery_s
+        case.until_s = max(case.until_s, min(until_s, bound))
+        if case.bound is not None and not case.bound.expired():
+            case.bound.reschedule(case.until_s)
+
+    def _wait_for_holders(self, case: _Case, missing: SwarmError) -> None:
+        case.last = missing
+        if not case.is_waiting:
+            case.is_waiting = True
+            left_s = case.until_s - asyncio.get_running_loop().time()
+            _log.warning("waiting up to %.0f s for other servers: %s", left_s, missing)
+
+    def _late(self, case: _Case, until_s: float) -> BloomBeeError:
+        waited_s = asyncio.get_running_loop().time() - case.begun_s
+        why = f": {case.last}" if case.last is not None else ""
+        if case.is_waiting or case.until_s < until_s:
+            return SwarmError(f"lost stages could not be replaced in {waited_s:.1f} s{why}")
+        return DeadlineExceeded(f"the time for the step is up while it recovers{why}")
+
+    def _note_success(self, case: _Case) -> None:
+        after = self._circuit.route.stages
+        done = Recovery(
+            tuple(stage for stage in case.before if stage not in after),
+            tuple(stage for stage in after if stage not in case.before),
+            case.effort.tokens,
+            case.effort.row_bytes,
+            asyncio.get_running_loop().time() - case.begun_s,
+        )
+        self._circuit.progress.traffic.recoveries.append(done)
+        _log.info("recovered: %s", done)
+
+
+def _error_of(reports: list[Report], symptom: Symptom) -> BloomBeeError:
+    for report in reports:
+        if report.trouble is symptom.trouble:
+            return report.error
+    return SwarmError("a stage failed")

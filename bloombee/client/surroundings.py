@@ -1,0 +1,43 @@
+"""What a session asks of the swarm around it: who could hold blocks, and how to reach them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from bloombee.client.links import Connect
+from bloombee.client.terms import SessionTerms
+from bloombee.config.client import ClientSettings
+from bloombee.core import PeerId, Span, Stage
+from bloombee.planner.recovery import PeerHealth
+from bloombee.transport.interface import Endpoint
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """A stage that could be had, and where its peer listens, best first."""
+
+    stage: Stage
+    endpoints: tuple[Endpoint, ...]
+
+
+class Surroundings(Protocol):
+    """The swarm, as all sessions of one client see it; `health` is theirs in common."""
+
+    settings: ClientSettings
+    connect: Connect
+    health: PeerHealth
+
+    async def holders(
+        self, span: Span, terms: SessionTerms, *, busy: frozenset[PeerId], fresh: bool
+    ) -> list[Holder]:
+        """Stages that cover `span`, of peers that are neither `busy` nor left out for now.
+
+        With `fresh` the swarm is looked at again. Raises SwarmError when blocks have no
+        holder, RequestError when the session is too large for those there are.
+        """
+        ...
+
+    def endpoints(self, peer: PeerId) -> tuple[Endpoint, ...]:
+        """Where `peer` listens, as of the last look; empty when it was not seen."""
+        ...

@@ -1,0 +1,35 @@
+"""What a session is opened for, and how large its steps may be."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from bloombee.protocol.messages import WireDtype
+
+ITEM_BYTES: dict[WireDtype, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "int32": 4}
+
+
+@dataclass(frozen=True, slots=True)
+class SessionTerms:
+    """What a session reserves, and the rows that travel in it: `[T, hidden_size]` of `dtype`.
+
+    With `whole_prompts` no step is split: the model rotates by the length of the call.
+    """
+
+    fingerprint: str
+    sequences: int
+    max_length: int
+    hidden_size: int
+    dtype: WireDtype
+    whole_prompts: bool = False
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row on the wire, uncompressed."""
+        return self.hidden_size * ITEM_BYTES[self.dtype]
+
+    def step_tokens(self, allowed: int, payload_bytes: int) -> int:
+        """How many tokens one step may carry where servers take `allowed`."""
+        if self.whole_prompts:
+            return allowed
+        return max(1, min(payload_bytes // self.row_bytes, allowed))
