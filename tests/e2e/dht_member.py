@@ -1,6 +1,6 @@
 """A process that publishes one server record until it is told to stop, or dies.
 
-`python -m tests.e2e.dht_member READY_FILE LIFETIME_S REFRESH_S MADDR...`
+`python -m tests.e2e.dht_member READY_FILE LIFETIME_S REFRESH_S HOST MADDR...`
 
 It answers Describe at the address in its record, and nothing else.
 """
@@ -65,12 +65,15 @@ async def answer_describe(stream: Stream, identity: Identity, certificate_hash: 
     await connection.receive(5)  # until the other side closes
 
 
-async def serve(ready: Path, lifetime_s: float, refresh_s: float, peers: tuple[str, ...]) -> None:
+async def serve(ready: Path, times_s: tuple[float, float], host: str, *peers: str) -> None:
     identity = Identity.load_or_create(None)
     certificate = certificates.create(identity.peer_id)
-    listener = DirectListener("127.0.0.1", 0, certificate)
+    listener = DirectListener(host, 0, certificate)
     await listener.start(lambda stream: answer_describe(stream, identity, certificate.hash))
-    options = NodeOptions(initial_peers=peers, record_lifetime_s=lifetime_s, refresh_s=refresh_s)
+    lifetime_s, refresh_s = times_s
+    options = NodeOptions(
+        initial_peers=peers, host=host, record_lifetime_s=lifetime_s, refresh_s=refresh_s
+    )
     node = await SwarmNode.start(options, identity)
     try:
         record = replace(
@@ -87,9 +90,6 @@ async def serve(ready: Path, lifetime_s: float, refresh_s: float, peers: tuple[s
 
 
 if __name__ == "__main__":
-    file, lifetime, refresh, *maddrs = sys.argv[1:]
-    sys.exit(
-        run_until_stopped(
-            "member", serve(Path(file), float(lifetime), float(refresh), tuple(maddrs))
-        )
-    )
+    file, lifetime, refresh, at, *maddrs = sys.argv[1:]
+    times = float(lifetime), float(refresh)
+    sys.exit(run_until_stopped("member", serve(Path(file), times, at, *maddrs)))

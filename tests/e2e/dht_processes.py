@@ -16,11 +16,14 @@ from typing import TYPE_CHECKING
 
 import psutil
 
+from bloombee.cli.child import Place
+
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator
 
 ROOT = Path(__file__).parents[2]
 START_S = 40.0
+HERE = Place()
 SHIFTED_CLOCK = "import time; real = time.time; time.time = lambda: real() + {shift}; "
 
 
@@ -36,9 +39,9 @@ class Running:
         return psutil.Process(self.process.pid).children(recursive=True)
 
 
-def spawn(*arguments: str) -> subprocess.Popen[str]:
+def spawn(*arguments: str, prefix: tuple[str, ...] = ()) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, *arguments],
+        [*prefix, sys.executable, *arguments],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -47,11 +50,15 @@ def spawn(*arguments: str) -> subprocess.Popen[str]:
 
 
 @contextlib.contextmanager
-def running(*arguments: str) -> Iterator[Running]:
-    """A Python process that gets a ready file as READY_FILE; killed at the end if it still runs."""
+def running(*arguments: str, prefix: tuple[str, ...] = ()) -> Iterator[Running]:
+    """A Python process that gets a ready file as READY_FILE; killed at the end if it still runs.
+
+    `prefix` is a command that takes it to where it is to run.
+    """
     with tempfile.TemporaryDirectory() as folder:
         ready = Path(folder) / "ready.json"
-        process = spawn(*(word.replace("READY_FILE", str(ready)) for word in arguments))
+        words = (word.replace("READY_FILE", str(ready)) for word in arguments)
+        process = spawn(*words, prefix=prefix)
         try:
             wait_until(lambda: ready.exists() or process.poll() is not None, START_S)
             assert process.poll() is None, process.communicate()[1]
@@ -61,17 +68,20 @@ def running(*arguments: str) -> Iterator[Running]:
             process.communicate()
 
 
-def bootstrap(*flags: str) -> contextlib.AbstractContextManager[Running]:
+def bootstrap(*flags: str, place: Place = HERE) -> contextlib.AbstractContextManager[Running]:
     flags = (*flags,) if "--dht-port" in flags else ("--dht-port", "0", *flags)
-    local = ("--host", "127.0.0.1", "--ready-file", "READY_FILE")
-    return running("-m", "bloombee.cli.dht", *local, *flags)
+    local = ("--host", place.host, "--ready-file", "READY_FILE")
+    return running("-m", "bloombee.cli.dht", *local, *flags, prefix=place.prefix)
 
 
 def member(
-    peers: tuple[str, ...], lifetime_s: float = 30.0, refresh_s: float = 10.0
+    peers: tuple[str, ...],
+    lifetime_s: float = 30.0,
+    refresh_s: float = 10.0,
+    place: Place = HERE,
 ) -> contextlib.AbstractContextManager[Running]:
-    times = (str(lifetime_s), str(refresh_s))
-    return running("-m", "tests.e2e.dht_member", "READY_FILE", *times, *peers)
+    words = ("READY_FILE", str(lifetime_s), str(refresh_s), place.host, *peers)
+    return running("-m", "tests.e2e.dht_member", *words, prefix=place.prefix)
 
 
 def wait_until(happened: Callable[[], bool], deadline_s: float) -> float:
