@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from bloombee.client.session import RemoteSession, SessionTerms
 from bloombee.client.swarm_access import SwarmAccess
+from bloombee.client.terms import SessionTerms
 from bloombee.config.client import ClientSettings
 from bloombee.core import PeerId, Span
 from bloombee.server.executor import ExecutorSettings
@@ -28,12 +28,16 @@ from bloombee.swarm.view import SwarmSnapshot
 from bloombee.transport.links import LinkShape
 from bloombee.transport.memory import MemoryNetwork
 from tests.inline_executor import InlineExecutor
-from tests.swarm.chaos.digests import WIDTH, DigestModel, DigestPool
+from tests.swarm.chaos.digests import WIDTH, DigestModel, DigestPool, embed
 from tests.virtual_time import VirtualTimeLoop, process
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import torch
+
+    from bloombee.client.history import Entry
+    from bloombee.client.session import RemoteSession
     from bloombee.kv.interface import KVPool
     from bloombee.server.executor import Executor
     from bloombee.server.work import Model
@@ -305,7 +309,11 @@ class Client:
 
     async def open(self, rows: int, max_length: int, tasks: asyncio.TaskGroup) -> RemoteSession:
         """An open session."""
-        return await self.access.open(terms(rows, max_length), tasks)
+        return await self.access.open(terms(rows, max_length), tasks, _embed)
+
+
+def _embed(entries: Sequence[Entry], positions: torch.Tensor) -> torch.Tensor:
+    return embed([entry for entry in entries if isinstance(entry, int)], positions.tolist())
 
 
 def terms(rows: int, max_length: int) -> SessionTerms:
