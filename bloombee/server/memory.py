@@ -4,7 +4,10 @@ The rule: a reserve of `RESERVE_BYTES` and a tenth of the free memory stays free
 (activations, buffers, the interpreter). Blocks come first: as many as asked for,
 or as many as fit beside room for `ROOM_TOKENS` of KV. With `auto`, KV then gets
 all that is left on an accelerator and half of it on a CPU, whose memory is
-shared with the rest of the machine; `MOST_TOKENS` at most. Pure arithmetic.
+shared with the rest of the machine; `MOST_TOKENS` at most. Each token of KV comes with
+a row of the journal, which lies on the host: on a CPU that is the same memory, beside
+an accelerator it is counted against the host's. KV of parked sessions lies on the
+host too, and takes at most what is left there. Pure arithmetic.
 """
 
 from __future__ import annotations
@@ -24,52 +27,90 @@ class Memory:
     """`free_bytes` of a device, and what one block and one token of KV on it take.
 
     `largest_block_bytes` stands for each block, so that any span of that many fits.
+    `journal_bytes_per_token` is a row as it travels; the journal lies on the host, of
+    which `host_free_bytes` are free.
     """
 
     device: str
     free_bytes: int
+    host_free_bytes: int
     largest_block_bytes: int
     kv_bytes_per_token_and_block: int
+    journal_bytes_per_token: int
 
     @property
     def usable_bytes(self) -> int:
-        """What blocks and KV may take together."""
-        return max(0, self.free_bytes - RESERVE_BYTES - self.free_bytes // RESERVE_SHARE)
+        """What blocks, KV and all that lies on the device may take together."""
+        return _usable(self.free_bytes)
+
+    @property
+    def usable_host_bytes(self) -> int:
+        """What lies on the host may take together; on a CPU the same memory."""
+        return self.usable_bytes if self.is_shared else _usable(self.host_free_bytes)
 
     @property
     def is_shared(self) -> bool:
-        """Whether other programs live in the same memory."""
+        """Whether the device's memory is the host's, in which other programs live."""
         return self.device == "cpu"
 
+    def bytes_per_token(self, blocks: int) -> int:
+        """What one token of KV takes on the device, on so many blocks."""
+        journal = self.journal_bytes_per_token if self.is_shared else 0
+        return blocks * self.kv_bytes_per_token_and_block + journal
+
     def bytes_of(self, blocks: int, kv_tokens: int) -> int:
-        """What `blocks` take with KV of `kv_tokens`."""
-        return blocks * (self.largest_block_bytes + kv_tokens * self.kv_bytes_per_token_and_block)
+        """What `blocks` take on the device with KV of `kv_tokens`."""
+        return blocks * self.largest_block_bytes + kv_tokens * self.bytes_per_token(blocks)
+
+    def blocks_with(self, kv_tokens: int) -> int:
+        """How many blocks fit beside KV of `kv_tokens`."""
+        none = self.bytes_of(0, kv_tokens)
+        return max(0, self.usable_bytes - none) // (self.bytes_of(1, kv_tokens) - none)
+
+    def host_left_bytes(self, blocks: int, kv_tokens: int) -> int:
+        """What is usable of the host beside blocks, KV and journal."""
+        taken = self.bytes_of(blocks, kv_tokens)
+        if not self.is_shared:
+            taken = kv_tokens * self.journal_bytes_per_token
+        return max(0, self.usable_host_bytes - taken)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
-    """What a server is going to take."""
+    """What a server is going to take, at most: a journal and parked sessions grow with use."""
 
     device: str
     blocks: int
     weight_bytes: int
     kv_tokens: int
     kv_bytes: int
+    journal_bytes: int
+    park_bytes: int
     free_bytes: int
 
     def __str__(self) -> str:
+        on_host = (
+            f"{'' if self.device == 'cpu' else 'on the host '}journal up to "
+            f"{size(self.journal_bytes)} and parked sessions up to {size(self.park_bytes)}"
+        )
         return (
             f"memory on {self.device}: {self.blocks} blocks {size(self.weight_bytes)}, "
-            f"KV of {self.kv_tokens:,} tokens {size(self.kv_bytes)}, "
+            f"KV of {self.kv_tokens:,} tokens {size(self.kv_bytes)}, {on_host}, "
             f"{size(self.free_bytes)} free before"
         )
 
 
 def plan_memory(
-    memory: Memory, *, num_blocks: int, wanted_blocks: int | None, kv_tokens: int | None
+    memory: Memory,
+    *,
+    num_blocks: int,
+    wanted_blocks: int | None,
+    kv_tokens: int | None,
+    park_bytes: int = 0,
 ) -> MemoryPlan:
     """Blocks and KV of a server of a model with `num_blocks`; None means: as many as fit.
 
+    Of `park_bytes` for parked sessions it takes what is left of the host.
     Raises SettingsError when not even that fits, naming what would, and for more
     blocks than the model has.
     """
@@ -79,7 +120,7 @@ def plan_memory(
         )
     room = kv_tokens or ROOM_TOKENS
     if wanted_blocks is None:
-        blocks = min(num_blocks, memory.usable_bytes // memory.bytes_of(1, room))
+        blocks = min(num_blocks, memory.blocks_with(room))
         if blocks < 1:
             raise SettingsError(_nothing_fits(memory, room))
     else:
@@ -87,20 +128,25 @@ def plan_memory(
         if memory.bytes_of(blocks, kv_tokens or 1) > memory.usable_bytes:
             raise SettingsError(_too_much(memory, blocks, kv_tokens))
     tokens = kv_tokens or _auto_tokens(memory, blocks)
+    if tokens * memory.journal_bytes_per_token > memory.usable_host_bytes:
+        raise SettingsError(_no_room_for_journal(memory, tokens))
     return MemoryPlan(
         device=memory.device,
         blocks=blocks,
         weight_bytes=blocks * memory.largest_block_bytes,
         kv_tokens=tokens,
         kv_bytes=tokens * blocks * memory.kv_bytes_per_token_and_block,
+        journal_bytes=tokens * memory.journal_bytes_per_token,
+        park_bytes=min(park_bytes, memory.host_left_bytes(blocks, tokens)),
         free_bytes=memory.free_bytes,
     )
 
 
 def _auto_tokens(memory: Memory, blocks: int) -> int:
     left = memory.usable_bytes - blocks * memory.largest_block_bytes
-    per_token = blocks * memory.kv_bytes_per_token_and_block
-    fit = left // per_token
+    fit = left // memory.bytes_per_token(blocks)
+    if not memory.is_shared and memory.journal_bytes_per_token:
+        fit = min(fit, memory.usable_host_bytes // memory.journal_bytes_per_token)
     share = max(fit // 2, min(fit, ROOM_TOKENS)) if memory.is_shared else fit
     return max(1, min(share, MOST_TOKENS))
 
@@ -108,19 +154,32 @@ def _auto_tokens(memory: Memory, blocks: int) -> int:
 def _nothing_fits(memory: Memory, room: int) -> str:
     return (
         f"not one block fits on {memory.device}: it takes {size(memory.largest_block_bytes)} "
-        f"and KV of {room:,} tokens {size(room * memory.kv_bytes_per_token_and_block)}, of "
+        f"and KV of {room:,} tokens {size(room * memory.bytes_per_token(1))}, of "
         f"{size(memory.usable_bytes)} usable; free memory, or set a smaller --kv-tokens or --dtype"
     )
 
 
 def _too_much(memory: Memory, blocks: int, kv_tokens: int | None) -> str:
-    fit = memory.usable_bytes // memory.bytes_of(1, kv_tokens or ROOM_TOKENS)
+    fit = memory.blocks_with(kv_tokens or ROOM_TOKENS)
     mend = f"--num-blocks {fit} fits" if fit else "free memory, or set a smaller --kv-tokens"
     kv = f" and KV of {kv_tokens:,} tokens" if kv_tokens else ""
     return (
         f"{blocks} blocks{kv} take {size(memory.bytes_of(blocks, kv_tokens or 1))} on "
         f"{memory.device}, {size(memory.usable_bytes)} are usable: {mend}"
     )
+
+
+def _no_room_for_journal(memory: Memory, tokens: int) -> str:
+    fit = memory.usable_host_bytes // memory.journal_bytes_per_token
+    return (
+        f"the journal of {tokens:,} KV tokens takes up to "
+        f"{size(tokens * memory.journal_bytes_per_token)} of host memory, "
+        f"{size(memory.usable_host_bytes)} are usable: --kv-tokens {fit} fits"
+    )
+
+
+def _usable(free_bytes: int) -> int:
+    return max(0, free_bytes - RESERVE_BYTES - free_bytes // RESERVE_SHARE)
 
 
 def size(count_bytes: int) -> str:

@@ -209,14 +209,17 @@ def _open(settings: ServerSettings) -> Opened:
     memory = Memory(
         device=str(device),
         free_bytes=free_bytes(device),
+        host_free_bytes=free_bytes(torch.device("cpu")),
         largest_block_bytes=source.block_bytes(dtype),
         kv_bytes_per_token_and_block=one_block.bytes_per_token,
+        journal_bytes_per_token=source.hidden_size * dtype.itemsize,
     )
     plan = plan_memory(
         memory,
         num_blocks=source.num_blocks,
         wanted_blocks=wanted_blocks(settings),
         kv_tokens=None if settings.kv_tokens == "auto" else settings.kv_tokens,
+        park_bytes=settings.park_bytes,
     )
     return Opened(
         source=source,
@@ -299,7 +302,7 @@ def _stage(
                 max_wait_s=settings.max_wait_s,
                 lease_s=settings.lease_s,
                 park_idle_s=settings.park_idle_s,
-                park_bytes=settings.park_bytes,
+                park_bytes=opened.memory.park_bytes,
                 max_step_tokens=min(in_frame, MAX_STEP_TOKENS),
                 max_messages_per_s=settings.max_requests_per_s,
             ),

@@ -17,13 +17,17 @@ from bloombee.server.memory import (
 GB = 10**9
 
 
-def memory(free_bytes: int = 10 * GB, device: str = "cpu") -> Memory:
-    """Blocks of 100 MB and 10 KB of KV a token and block."""
+def memory(
+    free_bytes: int = 10 * GB, device: str = "cpu", journal: int = 0, host: int = 10 * GB
+) -> Memory:
+    """Blocks of 100 MB, 10 KB of KV a token and block, and a `journal` of bytes a token."""
     return Memory(
         device=device,
         free_bytes=free_bytes,
+        host_free_bytes=host,
         largest_block_bytes=100_000_000,
         kv_bytes_per_token_and_block=10_000,
+        journal_bytes_per_token=journal,
     )
 
 
@@ -77,10 +81,54 @@ def test_what_does_not_fit_is_refused(
 
 
 def test_it_prints_in_one_line() -> None:
-    plan = plan_memory(memory(), num_blocks=8, wanted_blocks=8, kv_tokens=1000)
-    assert str(plan) == (
-        "memory on cpu: 8 blocks 800.0 MB, KV of 1,000 tokens 80.0 MB, 10.0 GB free before"
+    plan = plan_memory(
+        memory(journal=2000), num_blocks=8, wanted_blocks=8, kv_tokens=1000, park_bytes=GB
     )
+    assert str(plan) == (
+        "memory on cpu: 8 blocks 800.0 MB, KV of 1,000 tokens 80.0 MB, journal up to 2.0 MB "
+        "and parked sessions up to 1.0 GB, 10.0 GB free before"
+    )
+    other = memory(device="cuda:0", journal=2000)
+    plan = plan_memory(other, num_blocks=8, wanted_blocks=8, kv_tokens=1000)
+    assert "80.0 MB, on the host journal up to 2.0 MB and parked" in str(plan)
+
+
+USABLE = 10 * GB - RESERVE_BYTES - GB
+
+
+class TestJournal:
+    def test_on_a_cpu_it_takes_from_the_same_memory(self) -> None:
+        plan = plan_memory(memory(journal=50_000), num_blocks=80, wanted_blocks=10, kv_tokens=None)
+        assert plan.kv_tokens == ((USABLE - GB) // 150_000) // 2
+        assert plan.journal_bytes == plan.kv_tokens * 50_000
+        blocks = plan_memory(
+            memory(journal=50_000), num_blocks=80, wanted_blocks=None, kv_tokens=20_000
+        ).blocks
+        assert blocks == (USABLE - GB) // (100_000_000 + 20_000 * 10_000) == 25
+        with pytest.raises(SettingsError, match=r"take 9\.0 GB on cpu"):
+            plan_memory(memory(journal=50_000), num_blocks=80, wanted_blocks=10, kv_tokens=53_334)
+
+    def test_beside_an_accelerator_it_takes_from_the_host(self) -> None:
+        beside = memory(device="cuda:0", journal=50_000)
+        plan = plan_memory(beside, num_blocks=80, wanted_blocks=10, kv_tokens=None)
+        assert plan.kv_tokens == (USABLE - GB) // 100_000
+        small_host = memory(device="cuda:0", journal=50_000, host=GB)
+        usable = GB - RESERVE_BYTES - GB // 10
+        plan = plan_memory(small_host, num_blocks=80, wanted_blocks=10, kv_tokens=None)
+        assert plan.kv_tokens == usable // 50_000
+        with pytest.raises(SettingsError, match=f"host memory, .*--kv-tokens {usable // 50_000}"):
+            plan_memory(small_host, num_blocks=80, wanted_blocks=10, kv_tokens=50_000)
+
+    def test_parked_sessions_get_what_is_left_of_the_host(self) -> None:
+        def parked(where: Memory, kv_tokens: int) -> int:
+            return plan_memory(
+                where, num_blocks=80, wanted_blocks=10, kv_tokens=kv_tokens, park_bytes=4 * GB
+            ).park_bytes
+
+        assert parked(memory(journal=50_000), 1000) == 4 * GB
+        assert parked(memory(journal=50_000), 40_000) == USABLE - GB - 40_000 * 150_000
+        cuda = memory(device="cuda:0", journal=50_000, host=3 * GB)
+        assert parked(cuda, 1000) == 3 * GB - RESERVE_BYTES - 3 * GB // 10 - 1000 * 50_000
 
 
 def test_sizes() -> None:
