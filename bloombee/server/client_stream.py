@@ -1,199 +1,206 @@
-"""A client's stream to this stage: it opens a session, and its end is the session's end."""
+"""A client's stream to this stage: it opens a session, and takes it from epoch to epoch.
+
+The session outlives the stream: when that ends without a Close, the client has a
+moment to come back on another. While a session is being opened the stream is read
+on, so that signs of life are answered and a client that leaves is noticed.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from bloombee.core import SessionId
 from bloombee.errors import BloomBeeError, ProtocolError, RequestError, TransportError
-from bloombee.protocol.failures import to_error, to_message
+from bloombee.protocol.failures import to_message
 from bloombee.protocol.messages import (
-    Attach,
-    Attached,
+    AnyMessage,
+    Beat,
     Close,
     Closed,
     Failed,
-    Hop,
     Open,
-    Opened,
+    Replay,
     Step,
 )
-from bloombee.server.executor import Executor
-from bloombee.server.sessions import Session, Sessions, check_epoch
+from bloombee.server.openings import Openings
+from bloombee.server.sending import Sending
+from bloombee.server.sessions import Refused, Session
 from bloombee.server.steps import Steps
-from bloombee.server.validation import Limits, Offer, StepContext, check_open
-from bloombee.swarm.connection import Connection, ConnectionSettings, Signer, connect
-from bloombee.transport.interface import Dialer, Endpoint
+from bloombee.server.throttle import Throttle
+from bloombee.swarm.connection import Connection
 
 logger = logging.getLogger(__name__)
 
-LINK_DEADLINE_S = 15.0
-"""For the next stage to accept our Attach; it waits there for the client's own Open."""
+BEAT_S = 0.5
+"""Between our own signs of life while we read nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientParts:
     """What serving clients takes."""
 
-    offer: Offer
-    limits: Limits
-    sessions: Sessions
-    executor: Executor
+    openings: Openings
     steps: Steps
-    identity: Signer
-    dialer: Dialer
-    connection_settings: ConnectionSettings
+    sending: Sending
+    throttle: Throttle
 
 
 class ClientStreams:
-    """Opens sessions for clients and serves each until it is closed or its client vanishes."""
+    """Serves clients' streams."""
 
     def __init__(self, parts: ClientParts) -> None:
         self._parts = parts
 
     async def serve(self, client: Connection, opening: Open) -> None:
-        """Serve the session that `opening` asks for, from reservation to end.
+        """Serve the session that `opening` asks for until the stream or the session ends.
 
-        A refused Open is answered, and its client may send another. Raises
-        TransportError when the client can't be answered.
+        Returns early when an Open is refused and no session is left: the client may
+        ask again. Raises TransportError when the client can't be answered.
         """
-        try:
-            async with self._held(client, opening) as session:
-                opened = await self._open(session)
-                closed = await self._live(session, opened)
-        except BloomBeeError as error:
-            logger.info("refused a session of %s: %s", client.remote, error)
-            asked = SessionId(opening.session)
-            await client.send(to_message(error, session=asked, epoch=opening.epoch))
-            return
-        if closed:
-            await client.send(Closed(session.id))
+        await _ClientStream(self._parts, client).run(opening)
 
-    @asynccontextmanager
-    async def _held(self, client: Connection, opening: Open) -> AsyncIterator[Session]:
-        """A session entered in the register; left, freed and unlinked at the end."""
-        parts = self._parts
-        terms = check_open(opening, parts.offer, parts.limits)
-        context = StepContext(terms, parts.offer.hidden_size, parts.limits.max_step_tokens)
-        session = Session(opening, client, context)
-        parts.sessions.enter(session)
-        try:
-            yield session
-        finally:
-            parts.sessions.leave(session)
-            freed = parts.executor.free(session.id)
-            async with asyncio.TaskGroup() as group:
-                for link in (session.downstream, session.upstream):
-                    if link is not None:
-                        group.create_task(link.close())
-                await freed
 
-    async def _open(self, session: Session) -> Opened:
-        """Reserve KV and link to the next stage. Raises what stands in the way."""
-        terms = session.context.terms
-        free_tokens = await self._parts.executor.reserve(
-            session.id, terms.sequences, terms.max_length
-        )
-        self._parts.sessions.stands(session)
-        if session.next is not None:
-            session.downstream = await self._link(session, session.next)
-        return Opened(
-            session=session.id,
-            epoch=session.epoch,
-            held_tokens=session.book.lengths,
-            free_tokens=free_tokens,
-            max_step_tokens=self._parts.limits.max_step_tokens,
-        )
+class _ClientStream:
+    """One stream, and the session that it serves now."""
 
-    async def _link(self, session: Session, hop: Hop) -> Connection:
-        """A hop stream attached to the session at the next stage.
+    def __init__(self, parts: ClientParts, client: Connection) -> None:
+        self._parts = parts
+        self._client = client
+        self._session: Session | None = None
+        self._opening: asyncio.Task[None] | None = None
+        self._reading: asyncio.Task[bool] | None = None
+        self._number = 0
 
-        Raises TransportError when it can't be reached, else the error it answers.
-        """
-        endpoint = Endpoint(hop.peer, hop.address, hop.certificate_hash)
-        parts = self._parts
-        try:
-            link = await connect(
-                parts.dialer, endpoint, parts.identity, settings=parts.connection_settings
-            )
-        except TransportError as error:
-            raise TransportError(f"can't reach {session.next_name}: {error}") from None
-        try:
-            await link.send(Attach(session.id, session.secret, session.epoch))
-            received = await link.receive(LINK_DEADLINE_S)
-            if received is None:
-                raise TransportError(f"{session.next_name} closed the stream")
-            if isinstance(received[0], Failed):
-                raise to_error(received[0])
-            if not isinstance(received[0], Attached):
-                raise ProtocolError(f"{session.next_name} answered {type(received[0]).__name__}")
-        except BaseException:
-            await link.close()
-            raise
-        return link
-
-    async def _live(self, session: Session, opened: Opened) -> bool:
-        """Serve steps to the end; True when the client closed the session in due form."""
+    async def run(self, opening: Open) -> None:
+        """Read until the client leaves, closes, or has no session any more."""
         closed = False
         try:
             async with asyncio.TaskGroup() as group:
-                await session.client.send(opened)
-                tasks = (
-                    group.create_task(self._parts.steps.send_on(session)),
-                    group.create_task(self._watch(session)),
-                )
-                closed = await self._read(session)
-                for task in tasks:
-                    task.cancel()
-        except* BloomBeeError as ended:
-            logger.info("session of %s ended: %s", session.owner, ended.exceptions[0])
-        return closed
+                await self._open(group, opening)
+                if self._session is None:
+                    return
+                self._reading = group.create_task(self._read(group))
+                await asyncio.wait([self._reading])
+                closed = not self._reading.cancelled() and self._reading.result()
+                if self._opening is not None:
+                    self._opening.cancel()
+        finally:
+            if not closed:
+                self._leave()
+        if closed:
+            if self._session is not None and self._session.client is self._client:
+                await self._parts.openings.end(self._session)
+            await self._client.send(Closed(SessionId(opening.session)))
 
-    async def _read(self, session: Session) -> bool:
+    async def _read(self, group: asyncio.TaskGroup) -> bool:
         """Take what the client sends; True when it closed the session, False when it left."""
+        clock = asyncio.get_running_loop().time
         try:
-            while (received := await session.client.receive()) is not None:
+            while (received := await self._client.receive()) is not None:
+                session = self._session
+                if session is None or session.client is not self._client:
+                    return False
+                session.lease.heard_s = clock()
                 message, payload = received
-                if isinstance(message, Close):
-                    return True
                 if isinstance(message, Step):
-                    await self._take(session, message, payload)
-                elif isinstance(message, Open):
-                    await self._reopen(session, message)
-                elif isinstance(message, Failed):
-                    logger.debug("client %s: %s", session.owner, message.message)
+                    self._take(session, message, payload)
+                    if not session.window.may_read:
+                        await self._hold(session)
+                elif isinstance(message, Close):
+                    return True
+                else:
+                    await self._hear(group, session, message)
+        except TransportError as error:
+            logger.debug("client %s left: %s", self._client.remote, error)
         except ProtocolError as error:
-            await self._parts.steps.fail(session, error)
+            await self._complain(error)
         return False
 
-    async def _take(self, session: Session, step: Step, payload: memoryview) -> None:
+    async def _hear(self, group: asyncio.TaskGroup, session: Session, message: AnyMessage) -> None:
+        """Whatever is neither a step nor the end."""
+        if delay_s := self._parts.throttle.delay_s(session.owner, session.lease.heard_s):
+            await asyncio.sleep(delay_s)
+        match message:
+            case Beat():
+                self._number = message.number
+                await self._beat(session)
+            case Replay():
+                self._parts.steps.replay(session, message)
+            case Open():
+                await self._open(group, message)
+            case Failed():
+                logger.debug("client %s: %s", session.owner, message.message)
+            case _:
+                pass
+
+    async def _beat(self, session: Session) -> None:
+        await self._client.send(Beat(session.id, self._number, session.sent_step))
+
+    async def _hold(self, session: Session) -> None:
+        """Read no more until there is room, and say meanwhile that we live."""
+        while session.client is self._client and not session.window.may_read:
+            try:
+                async with asyncio.timeout(BEAT_S):
+                    await session.window.room()
+            except TimeoutError:
+                await self._beat(session)
+
+    def _take(self, session: Session, step: Step, payload: memoryview) -> None:
         if session.upstream is not None:
             error = ProtocolError("this stage gets its steps from the stage before it")
-            await self._parts.steps.fail(session, error, step.step)
+            session.outbox.put_nowait(Refused(step, error))
             return
         session.fed_by_client = True
-        await self._parts.steps.take(session, step, payload, session.owner)
+        self._parts.steps.offer(session, step, payload, session.owner)
 
-    async def _reopen(self, session: Session, opening: Open) -> None:
-        """Another Open on the stream: an older, the same, or a later epoch; all are refused."""
+    async def _open(self, group: asyncio.TaskGroup, opening: Open) -> None:
+        """Have a session opened, or moved to a later epoch; a refusal is answered."""
+        held = self._session
         try:
-            check_epoch(opening.epoch, session.epoch)
-            raise RequestError("the session is already open")
+            if held is not None and held.id != opening.session:
+                raise RequestError("this stream has a session already: open another stream")
+            session = self._parts.openings.admit(self._client, opening)
         except BloomBeeError as error:
-            await self._parts.steps.fail(session, error)
-
-    async def _watch(self, session: Session) -> None:
-        """Tell the client at once when the next stage breaks off, or complains."""
-        if session.downstream is None:
+            await self._refuse(opening, error)
             return
+        self._session = session
+        self._opening = group.create_task(self._stand(session, opening))
+
+    async def _stand(self, session: Session, opening: Open) -> None:
         try:
-            while (received := await session.downstream.receive()) is not None:
-                if isinstance(received[0], Failed):
-                    await self._parts.steps.fail(session, to_error(received[0]))
+            await self._parts.openings.stand(session, opening, self._client)
+        except TransportError as error:
+            logger.debug("client %s left: %s", self._client.remote, error)
         except BloomBeeError as error:
-            lost = TransportError(f"lost {session.next_name}: {error}")
-            await self._parts.steps.fail(session, lost)
+            await self._parts.openings.end(session)
+            self._session = None
+            await self._refuse(opening, error)
+            if self._reading is not None:
+                self._reading.cancel()
+
+    async def _refuse(self, opening: Open, error: BloomBeeError) -> None:
+        logger.info("refused a session of %s: %s", self._client.remote, error)
+        asked = SessionId(opening.session)
+        try:
+            await self._client.send(to_message(error, session=asked, epoch=opening.epoch))
+        except TransportError as gone:
+            logger.debug("client %s left: %s", self._client.remote, gone)
+
+    async def _complain(self, error: ProtocolError) -> None:
+        """Tell the client what it did wrong; its stream ends then."""
+        session = self._session
+        if session is not None and session.client is self._client:
+            await self._parts.sending.fail(session, error)
+
+    def _leave(self) -> None:
+        """The stream has ended: a session that was opened waits for its client a little."""
+        session = self._session
+        if session is None or session.client is not self._client:
+            return
+        session.client = None
+        if session.holds:
+            session.lease.orphaned(asyncio.get_running_loop().time())
+        else:
+            self._parts.openings.abandon(session)

@@ -11,19 +11,20 @@ from dataclasses import dataclass
 from bloombee.errors import BloomBeeError, DeadlineExceeded, PeerStopping, TransportError
 from bloombee.protocol.failures import to_message
 from bloombee.protocol.machine import State
-from bloombee.protocol.messages import Attach, Describe, Description, Open
+from bloombee.protocol.messages import Attach, Beat, Close, Closed, Describe, Description, Open
 from bloombee.server.client_stream import ClientStreams
 from bloombee.server.executor import STOPPING
 from bloombee.server.hop_stream import HopStreams
 from bloombee.server.throttle import Throttle
 from bloombee.swarm.connection import Connection, ConnectionSettings, Signer, accept
-from bloombee.telemetry import now_s
 from bloombee.transport.interface import Stream
 
 logger = logging.getLogger(__name__)
 
 REQUEST_DEADLINE_S = 60.0
 """How long a greeted peer may stay without asking for anything."""
+_ASKING = (State.GREETED, State.REOPENING)
+"""States in which a peer has nothing and may ask: the second, after its session was lost."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,11 +71,13 @@ class Handler:
 
     async def _converse(self, connection: Connection) -> None:
         """Answer requests until the stream ends or has served its session."""
-        while connection.state is State.GREETED:
+        while connection.state in _ASKING:
             received = await connection.receive(REQUEST_DEADLINE_S)
             if received is None:
                 return
-            if delay_s := self._parts.throttle.delay_s(connection.remote, now_s()):
+            if delay_s := self._parts.throttle.delay_s(
+                connection.remote, asyncio.get_running_loop().time()
+            ):
                 await asyncio.sleep(delay_s)
             if self._stopping:
                 raise PeerStopping(STOPPING)
@@ -85,6 +88,10 @@ class Handler:
                     await self._parts.clients.serve(connection, opening)
                 case Attach() as request:
                     await self._parts.hops.serve(connection, request)
+                case Beat(session, number):
+                    await connection.send(Beat(session, number))
+                case Close(session):
+                    await connection.send(Closed(session))
                 case _:
                     return
 

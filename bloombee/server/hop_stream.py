@@ -2,38 +2,51 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+from collections.abc import Awaitable
+from typing import TypeVar
 
 from bloombee.core import SessionId
 from bloombee.errors import BloomBeeError, ProtocolError, TransportError
 from bloombee.protocol.failures import to_message
-from bloombee.protocol.messages import Attach, Attached, Failed, Step
+from bloombee.protocol.messages import Attach, Attached, Beat, Failed, Step
+from bloombee.server.sending import Sending
 from bloombee.server.sessions import Session, Sessions
 from bloombee.server.steps import Steps
 from bloombee.swarm.connection import Connection
 
 logger = logging.getLogger(__name__)
 
-OPEN_DEADLINE_S = 10.0
-"""How long an Attach waits for the client's Open, which travels another way."""
+T = TypeVar("T")
+
+OPEN_DEADLINE_S = 60.0
+"""How long an Attach waits for the client's Open, which travels another way and may queue."""
+SILENCE_S = 30.0
+"""Without a word for so long the stage before us is gone. A full frame, behind which its
+signs of life wait, takes as long at 20 Mbit/s."""
+BEAT_S = 0.5
 
 
 class HopStreams:
     """Serves the streams of upstream stages."""
 
-    def __init__(self, sessions: Sessions, steps: Steps) -> None:
+    def __init__(self, sessions: Sessions, steps: Steps, sending: Sending) -> None:
         self._sessions = sessions
         self._steps = steps
+        self._sending = sending
 
     async def serve(self, upstream: Connection, request: Attach) -> None:
-        """Take steps from `upstream` until it or the session ends.
+        """Take steps from `upstream` until it, the session or its epoch ends.
 
         Its end does not end the session: that is for the session's client to decide.
         A refused Attach is answered. Raises TransportError when that fails.
         """
         wanted = SessionId(request.session)
         try:
-            session = await self._sessions.standing(wanted, OPEN_DEADLINE_S)
+            session = await self._standing(upstream, request)
+            if session is None:
+                return
             session.attach(request, upstream)
         except BloomBeeError as error:
             logger.info("refused %s as the stage before us: %s", upstream.remote, error)
@@ -47,14 +60,60 @@ class HopStreams:
         finally:
             session.detach(upstream)
 
+    async def _standing(self, upstream: Connection, request: Attach) -> Session | None:
+        """The session, once it stands in the epoch of `request`; None when `upstream` left.
+
+        Raises RequestError when it doesn't in time.
+        """
+        waiting = self._sessions.standing(
+            SessionId(request.session), request.epoch, OPEN_DEADLINE_S
+        )
+        async with asyncio.TaskGroup() as group:
+            standing = group.create_task(_outcome(waiting))
+            leaving = group.create_task(_outcome(upstream.receive()))
+            await asyncio.wait([standing, leaving], return_when=asyncio.FIRST_COMPLETED)
+            stands = standing.done()
+            for task in (standing, leaving):
+                task.cancel()
+        if not stands:
+            return None
+        outcome = standing.result()
+        if isinstance(outcome, BloomBeeError):
+            raise outcome
+        return outcome
+
     async def _read(self, session: Session, upstream: Connection) -> None:
         try:
-            while (received := await upstream.receive()) is not None:
+            while (received := await upstream.receive(SILENCE_S)) is not None:
+                if session.upstream is not upstream:
+                    return
                 message, payload = received
                 if isinstance(message, Step):
-                    await self._steps.take(session, message, payload, upstream.remote)
+                    self._steps.offer(session, message, payload, upstream.remote)
+                    if not session.window.may_read:
+                        await self._hold(session, upstream)
+                elif isinstance(message, Beat):
+                    await upstream.send(Beat(session.id, message.number, session.sent_step))
                 elif isinstance(message, Failed):
                     logger.debug("the stage before us: %s", message.message)
         except ProtocolError as error:
-            await self._steps.fail(session, error)
+            if session.upstream is upstream:
+                await self._sending.fail(session, error)
             await upstream.send(to_message(error, session=session.id, epoch=session.epoch))
+
+    async def _hold(self, session: Session, upstream: Connection) -> None:
+        """Read no more until there is room, and say meanwhile that we live."""
+        while session.upstream is upstream and not session.window.may_read:
+            try:
+                async with asyncio.timeout(BEAT_S):
+                    await session.window.room()
+            except TimeoutError:
+                await upstream.send(Beat(session.id, 0, session.sent_step))
+
+
+async def _outcome(work: Awaitable[T]) -> T | BloomBeeError:
+    """What `work` returns, or the error of our tree that it raises."""
+    try:
+        return await work
+    except BloomBeeError as error:
+        return error

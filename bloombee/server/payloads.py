@@ -44,6 +44,14 @@ class Payloads:
         )
         return Payload("rows", dtype, rows.shape[0], rows.shape[1], codec), body
 
+    def is_quick(self, payload: Payload, body: memoryview) -> bool:
+        """Whether decoding it costs next to nothing."""
+        return payload.codec == RAW or body.nbytes <= INLINE_BYTES
+
+    def decode_now(self, payload: Payload, body: memoryview) -> Float[torch.Tensor, "T D"]:
+        """As `decode`, for what is quick."""
+        return compression.decode(body, payload.codec, payload.dtype, payload.rows, payload.width)
+
     async def decode(self, payload: Payload, body: memoryview) -> Float[torch.Tensor, "T D"]:
         """The rows that `payload` describes; they may share memory with `body`.
 

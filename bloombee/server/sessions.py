@@ -1,93 +1,128 @@
-"""The sessions that this server holds, each with its links and its sequences.
+"""The sessions that this server holds, each with its links and what it holds.
 
-All of this lives on the event loop; the KV itself is the compute thread's.
+A session outlives its streams. What belongs to one epoch of it (streams, secret,
+next stage, what waits to be sent) is dropped when the next one begins; what it
+holds goes on. All of this lives on the event loop; the KV is the compute thread's.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hmac
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from bloombee.core import PeerId, SessionId
+from bloombee.core import PackedTable, PeerId, SessionId
 from bloombee.errors import (
     AuthError,
+    BloomBeeError,
+    HopLost,
     ProtocolError,
     RequestError,
     StaleEpoch,
     Unsupported,
 )
-from bloombee.protocol.messages import Attach, Hop, Open, Step, WireDtype
-from bloombee.server.sequences import SequenceBook
+from bloombee.protocol.messages import Acknowledged, Attach, Hop, Open, Replay, Step, WireDtype
+from bloombee.server.holdings import Holdings
+from bloombee.server.leases import Lease
 from bloombee.server.validation import Limits, StepContext
+from bloombee.server.window import Window
 from bloombee.server.work import Outcome
 from bloombee.swarm.connection import Connection
 
-IN_FLIGHT_BYTES = 64 << 20
-"""What one session may have waiting on this server before we stop reading from it."""
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """A step as it was read. `taken_us` is on the monotonic clock, the others on the loop's.
+
+    It may be taken from `not_before_s` on; nobody waits for it after `expires_s`.
+    """
+
+    step: Step
+    payload: memoryview
+    taken_us: int
+    not_before_s: float
+    expires_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A step that the compute thread is done with. Times are on the monotonic clock."""
+    """A step that the compute thread is done with, or that needs no computing any more."""
 
     step: Step
     outcome: Outcome
     payload_bytes: int
     taken_us: int
     decode_us: int
+    expires_s: float
 
 
-class Window:
-    """How many bytes are in flight; one task at a time may wait for room."""
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A step that was not taken."""
 
-    def __init__(self, limit_bytes: int) -> None:
-        self._limit = limit_bytes
-        self._used = 0
-        self._freed = asyncio.Event()
+    step: Step | Replay
+    error: BloomBeeError
+    payload_bytes: int = 0
 
-    async def enter(self, count_bytes: int) -> None:
-        """Wait until they fit; anything fits an empty window."""
-        while self._used and self._used + count_bytes > self._limit:
-            self._freed.clear()
-            await self._freed.wait()
-        self._used += count_bytes
 
-    def leave(self, count_bytes: int) -> None:
-        """Make room again."""
-        self._used -= count_bytes
-        self._freed.set()
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A replay to serve from the journal; it counts `payload_bytes` in the window."""
+
+    replay: Replay
+    table: PackedTable
+    payload_bytes: int
+    expires_s: float
+
+
+Outgoing = Finished | Refused | Asked | Acknowledged
 
 
 class Session:
     """One client's session on this stage.
 
-    `client` is the client's own stream. `downstream` leads to the next stage,
-    `upstream` comes from the one before; both are None where there is none.
-    `broken` says why no step can follow, or is empty.
+    `holds` says that its KV is reserved and is what `held` describes; `stands` that
+    the epoch has begun: its client knows, steps may come. `client` is the client's own
+    stream, None when that has ended. `downstream` leads to the next stage, `upstream`
+    comes from the one before; both are None where there is none.
     """
 
-    def __init__(self, opening: Open, client: Connection, context: StepContext) -> None:
+    def __init__(self, opening: Open, client: Connection, context: StepContext, lease: Lease):
         self.id = SessionId(opening.session)
         self.owner = client.remote
+        self.lease = lease
+        self.held = Holdings(context, opening.dtype, is_last=opening.next is None)
+        self.holds = False
+        self.halted: BloomBeeError | None = None
+        self.free_tokens = 0
+        self.opening: asyncio.Task[None] | None = None
+        self.ended = False
+        self._begin(opening, client, context)
+
+    def _begin(self, opening: Open, client: Connection, context: StepContext) -> None:
+        """Everything that is of one epoch only."""
         self.context = context
         self.wire_dtype: WireDtype = opening.dtype
+        self.secret = opening.secret
         self.next: Hop | None = opening.next
-        self.client = client
-        self.downstream: Connection | None = None
+        self.client: Connection | None = client
         self.upstream: Connection | None = None
         self.fed_by_client = False
-        self.broken = ""
-        self.book = SequenceBook(context.terms)
-        self.window = Window(IN_FLIGHT_BYTES)
-        self.outbox: asyncio.Queue[Finished] = asyncio.Queue()
-        self.secret = opening.secret
+        self.stands = False
+        self.sent_step = 0
+        self.window = Window()
+        self.backlog: deque[Arrived] = deque()
+        self.outbox: asyncio.Queue[Outgoing] = asyncio.Queue()
+        self.tasks: set[asyncio.Task[None]] = set()
+        self.downstream: Connection | None = None
+        self.hop_lost: HopLost | None = None
+        self._link_settled = asyncio.Event()
 
     @property
     def epoch(self) -> int:
-        """The epoch it was opened in."""
+        """The epoch it is in."""
         return self.context.terms.epoch
 
     @property
@@ -97,15 +132,62 @@ class Session:
             return "no next stage"
         return f"the next stage, {self.next.address or self.next.peer}"
 
+    @property
+    def streams(self) -> list[Connection]:
+        """Those that it has now."""
+        return [link for link in (self.client, self.upstream, self.downstream) if link is not None]
+
+    def advance(self, opening: Open, client: Connection, context: StepContext) -> list[Connection]:
+        """Begin a later epoch, of whose Open `client` is the stream.
+
+        Steps of older epochs are refused from now on, and what comes of those taken is
+        sent nowhere. Returns the streams that are not needed any more.
+        """
+        dropped = [link for link in self.streams if link is not client]
+        self.stop_tasks()
+        self._begin(opening, client, context)
+        self.held.book.begin_epoch()
+        self.lease.adopted()
+        return dropped
+
+    def keep_task(self, task: asyncio.Task[None]) -> None:
+        """Let `task` run for as long as the current epoch."""
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+
+    def stop_tasks(self) -> None:
+        """End what runs for the current epoch."""
+        for task in tuple(self.tasks):
+            task.cancel()
+
+    def linked(self, downstream: Connection) -> None:
+        """The next stage takes steps from now on."""
+        self.downstream = downstream
+        self._link_settled.set()
+
+    def lost(self, error: HopLost) -> None:
+        """The next stage can't be reached in this epoch any more."""
+        self.hop_lost = error
+        self._link_settled.set()
+
+    async def link(self) -> Connection:
+        """The link to the next stage, once it stands; raises HopLost."""
+        if self.downstream is None:
+            await self._link_settled.wait()
+        if self.hop_lost is not None or self.downstream is None:
+            raise self.hop_lost or HopLost(f"lost {self.next_name}")
+        return self.downstream
+
     def attach(self, request: Attach, upstream: Connection) -> None:
         """Let `upstream` push steps into the session.
 
-        Raises AuthError for a wrong secret, StaleEpoch or Unsupported for another
-        epoch, ProtocolError when someone else already feeds it.
+        Raises AuthError for a wrong secret, StaleEpoch for an earlier epoch,
+        ProtocolError when someone else already feeds it.
         """
+        if request.epoch < self.epoch:
+            raise StaleEpoch(stale(request.epoch, self.epoch))
         if not hmac.compare_digest(request.secret, self.secret):
             raise AuthError("the secret does not open this session")
-        check_epoch(request.epoch, self.epoch)
         if self.upstream is not None or self.fed_by_client:
             raise ProtocolError("the session already gets its steps from elsewhere")
         self.upstream = upstream
@@ -116,21 +198,17 @@ class Session:
             self.upstream = None
 
 
-def check_epoch(theirs: int, ours: int) -> None:
-    """Raise StaleEpoch or Unsupported unless the epochs are the same."""
-    if theirs < ours:
-        raise StaleEpoch(f"epoch {theirs} has passed, the session is at {ours}")
-    if theirs > ours:
-        raise Unsupported(f"epoch {theirs} of a session opened in {ours}: open a new session")
+def stale(theirs: int, ours: int) -> str:
+    """What to say of a message of an earlier epoch."""
+    return f"epoch {theirs} has passed, the session is at {ours}"
 
 
 class Sessions:
-    """The register of sessions; those that stand (KV reserved) can be attached to."""
+    """The register of sessions; those that stand can be attached to."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._entered: dict[SessionId, Session] = {}
-        self._standing: dict[SessionId, Session] = {}
         self._per_peer: Counter[PeerId] = Counter()
         self._changed = asyncio.Event()
 
@@ -140,52 +218,81 @@ class Sessions:
     def __iter__(self) -> Iterator[Session]:
         return iter(tuple(self._entered.values()))
 
-    def enter(self, session: Session) -> None:
-        """Count `session` in.
+    def find(self, session: SessionId) -> Session | None:
+        """The session of that id, if it is held."""
+        return self._entered.get(session)
 
-        Raises RequestError, StaleEpoch or Unsupported when its id is taken or
-        there are as many sessions as allowed.
+    def known(self, opening: Open, owner: PeerId) -> Session | None:
+        """The session that `opening` takes to a later epoch, or None for a new one.
+
+        Raises RequestError when it is someone else's or there are as many as allowed,
+        StaleEpoch or RequestError when it is not a later epoch.
         """
-        known = self._entered.get(session.id)
-        if known is not None:
-            check_epoch(session.epoch, known.epoch)
+        session = self.find(SessionId(opening.session))
+        if session is None:
+            self._check_room(owner)
+            return None
+        if session.owner != owner:
             raise RequestError("a session with this id is open: choose another id")
+        if opening.epoch < session.epoch:
+            raise StaleEpoch(stale(opening.epoch, session.epoch))
+        if opening.epoch == session.epoch:
+            raise RequestError(f"the session is open already in epoch {session.epoch}")
+        return session
+
+    def _check_room(self, owner: PeerId) -> None:
         if len(self) >= self._limits.max_sessions:
             raise RequestError(
                 f"this server holds its {self._limits.max_sessions} sessions: try another or later"
             )
-        if self._per_peer[session.owner] >= self._limits.max_sessions_per_peer:
+        if self._per_peer[owner] >= self._limits.max_sessions_per_peer:
             raise RequestError(
                 f"a peer may hold {self._limits.max_sessions_per_peer} sessions here: close some"
             )
+
+    def enter(self, session: Session) -> None:
+        """Count a new session in."""
         self._entered[session.id] = session
         self._per_peer[session.owner] += 1
 
-    def stands(self, session: Session) -> None:
-        """Its KV is reserved: whoever waits to attach may."""
-        self._standing[session.id] = session
+    def stands(self) -> None:
+        """Some session begins an epoch: whoever waits to attach may."""
         self._changed.set()
         self._changed = asyncio.Event()
 
     def leave(self, session: Session) -> None:
         """Count `session` out."""
         del self._entered[session.id]
-        self._standing.pop(session.id, None)
         self._per_peer[session.owner] -= 1
         if not self._per_peer[session.owner]:
             del self._per_peer[session.owner]
 
-    async def standing(self, session: SessionId, deadline_s: float) -> Session:
-        """The session, once it stands.
+    async def standing(self, session: SessionId, epoch: int, deadline_s: float) -> Session:
+        """The session, once it stands in `epoch` or a later one.
 
         Raises RequestError when it doesn't within `deadline_s`.
         """
         try:
             async with asyncio.timeout(deadline_s):
-                while session not in self._standing:
+                while True:
+                    held = self.find(session)
+                    if held is not None and held.stands and held.epoch >= epoch:
+                        return held
                     await self._changed.wait()
         except TimeoutError:
             raise RequestError(
                 f"no such session was opened here within {deadline_s:g} s: open it on every stage"
             ) from None
-        return self._standing[session]
+
+
+def check_same(opening: Open, session: Session, context: StepContext) -> None:
+    """Raise Unsupported when `opening` can't go on with what the session holds."""
+    ours, theirs = session.context.terms, context.terms
+    same = (
+        (ours.span, ours.sequences, ours.max_length)
+        == (theirs.span, theirs.sequences, theirs.max_length)
+        and opening.dtype == session.wire_dtype
+        and (opening.next is None) == (session.next is None)
+    )
+    if session.holds and not same:
+        raise Unsupported("a session goes on with the terms it was opened with: open it anew")

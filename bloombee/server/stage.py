@@ -14,18 +14,22 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from bloombee import __version__
-from bloombee.errors import PeerStopping, TransportError
+from bloombee.errors import BloomBeeError, PeerStopping
 from bloombee.kv.interface import KVPool
 from bloombee.protocol.failures import to_message
 from bloombee.protocol.messages import Description
 from bloombee.server.client_stream import ClientParts, ClientStreams
 from bloombee.server.device import decode_tokens_per_s
+from bloombee.server.downstream import Downstream, LinkParts
 from bloombee.server.executor import STOPPING, Executor, ExecutorSettings
 from bloombee.server.handler import Handler, HandlerParts
 from bloombee.server.hop_stream import HopStreams
+from bloombee.server.openings import OpeningParts, Openings
 from bloombee.server.payloads import Payloads
+from bloombee.server.sending import Sending
 from bloombee.server.sessions import Session, Sessions
 from bloombee.server.steps import StepParts, Steps
+from bloombee.server.tasks import BackgroundTasks
 from bloombee.server.throttle import Throttle
 from bloombee.server.validation import Limits, Offer
 from bloombee.server.work import Model
@@ -69,40 +73,57 @@ class StageServer:
         self._parts = parts
         self._payloads = Payloads()
         self._uptime = Stopwatch()
+        self._tasks = BackgroundTasks()
         throttle = Throttle(parts.limits.max_messages_per_s)
+        sending = Sending(parts.identity.peer_id, self._payloads, self.telemetry)
         self._steps = Steps(
             StepParts(
-                peer=parts.identity.peer_id,
                 executor=self.executor,
                 payloads=self._payloads,
                 throttle=throttle,
                 telemetry=self.telemetry,
+                tasks=self._tasks,
             )
         )
+        self.openings = self._openings(sending)
         self._handler = Handler(
             HandlerParts(
                 identity=parts.identity,
                 certificate_hash=parts.certificate_hash,
                 connection_settings=parts.connection_settings,
-                clients=self._clients(),
-                hops=HopStreams(self.sessions, self._steps),
+                clients=ClientStreams(
+                    ClientParts(
+                        openings=self.openings,
+                        steps=self._steps,
+                        sending=sending,
+                        throttle=throttle,
+                    )
+                ),
+                hops=HopStreams(self.sessions, self._steps, sending),
                 throttle=throttle,
                 describe=self.describe,
             )
         )
 
-    def _clients(self) -> ClientStreams:
+    def _openings(self, sending: Sending) -> Openings:
         parts = self._parts
-        return ClientStreams(
-            ClientParts(
+        downstream = Downstream(
+            LinkParts(
+                identity=parts.identity,
+                dialer=parts.dialer,
+                connection_settings=parts.connection_settings,
+                sending=sending,
+            )
+        )
+        return Openings(
+            OpeningParts(
                 offer=parts.offer,
                 limits=parts.limits,
                 sessions=self.sessions,
                 executor=self.executor,
-                steps=self._steps,
-                identity=parts.identity,
-                dialer=parts.dialer,
-                connection_settings=parts.connection_settings,
+                sending=sending,
+                downstream=downstream,
+                tasks=self._tasks,
             )
         )
 
@@ -124,6 +145,11 @@ class StageServer:
         """
         self.executor.start()
         await self._parts.listener.start(self._handler.serve)
+        self._tasks.start(self.openings.sweep(), "ending the sessions of lost clients")
+
+    async def failed(self) -> Exception:
+        """A bug met in a background task, once there is one: the server is to stop then."""
+        return await self._tasks.failed()
 
     async def stop(self, grace_s: float) -> None:
         """Tell clients, accept and compute no more, and end what still runs after `grace_s`."""
@@ -133,6 +159,7 @@ class StageServer:
                 for session in self.sessions:
                     group.create_task(_say_farewell(session))
         await self._parts.listener.stop(0.0)
+        await self._tasks.stop()
         await self.executor.stop(grace_s)
         await self._parts.dialer.close()
         self._payloads.close()
@@ -165,5 +192,6 @@ class StageServer:
 
 async def _say_farewell(session: Session) -> None:
     error = PeerStopping(STOPPING)
-    with contextlib.suppress(TransportError):
-        await session.client.send(to_message(error, session=session.id, epoch=session.epoch))
+    if session.client is not None:
+        with contextlib.suppress(BloomBeeError):
+            await session.client.send(to_message(error, session=session.id, epoch=session.epoch))

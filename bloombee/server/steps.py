@@ -1,62 +1,58 @@
-"""A step's way through one stage: taken from a stream, computed, sent on.
+"""How a stage takes steps: from a stream, through the checks, to the compute thread.
 
-Whoever feeds the session (its client, or the stage before) has one task that
-reads and calls `take`; one more task per session runs `send_on`. So a step of a
-session is read while another computes and a third is being sent.
+Whoever feeds the session (its client, or the stage before) has one task that reads
+and calls `offer`. A step that can go on at once does so without a task switch; what
+has to wait (for room, for its peer's turn, for pages) lines up in the session's
+backlog, so that reading goes on: signs of life come on the same stream. What comes
+of a step goes to the session's outbox, and `sending` takes it from there.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
+import math
 from dataclasses import dataclass
+from typing import Literal
 
-import msgspec
 import torch
 from jaxtyping import Float
 
-from bloombee.compression import Buffer, torch_dtype
-from bloombee.core import PeerId, Phase
-from bloombee.errors import BloomBeeError, ProtocolError, RequestError, StepFailed, TransportError
-from bloombee.protocol.failures import to_message
-from bloombee.protocol.messages import Acknowledged, Output, Step, Timing
+from bloombee.compression import torch_dtype
+from bloombee.core import PackedTable, PeerId, Phase
+from bloombee.errors import BloomBeeError, DeadlineExceeded, ProtocolError, StepFailed
+from bloombee.protocol.messages import Acknowledged, Operations, Replay, Step
 from bloombee.server.executor import Executor
 from bloombee.server.payloads import Payloads
-from bloombee.server.sessions import Finished, Session
+from bloombee.server.sequences import Taken
+from bloombee.server.sessions import Arrived, Asked, Finished, Refused, Session
+from bloombee.server.tasks import BackgroundTasks
 from bloombee.server.throttle import Throttle
-from bloombee.server.validation import NO_OPERATIONS, check_step, touched
+from bloombee.server.validation import NO_OPERATIONS, check_replay, check_step, touched
 from bloombee.server.work import Outcome, StepWork
-from bloombee.swarm.connection import Connection
 from bloombee.telemetry import Registry, now_us
-
-logger = logging.getLogger(__name__)
-
-PUSH_DEADLINE_S = 60.0
-"""How long the next stage may take to accept a step; 20 Mbit/s need half of it for a full frame."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepParts:
     """What steps pass through."""
 
-    peer: PeerId
     executor: Executor
     payloads: Payloads
     throttle: Throttle
     telemetry: Registry
+    tasks: BackgroundTasks
 
 
 class Steps:
-    """Takes steps into the compute thread and sends on what comes of them."""
+    """Takes steps into the compute thread."""
 
     def __init__(self, parts: StepParts) -> None:
-        self._peer = parts.peer
-        self._executor = parts.executor
+        self._parts = parts
         self._payloads = parts.payloads
-        self._throttle = parts.throttle
         self._taken = parts.telemetry.counter("steps")
         self._tokens = parts.telemetry.counter("tokens")
         self._repeats = parts.telemetry.counter("repeats")
+        self._again = parts.telemetry.counter("steps_sent_again")
         self._refused = parts.telemetry.counter("refused_steps")
 
     @property
@@ -64,71 +60,159 @@ class Steps:
         """How many steps were computed, or are about to be."""
         return self._taken.value
 
-    async def take(self, session: Session, step: Step, payload: memoryview, feeder: PeerId) -> None:
-        """Check one step of `feeder` and queue it; a bad one is answered with its error.
+    def offer(self, session: Session, step: Step, payload: memoryview, feeder: PeerId) -> None:
+        """Take one step of `feeder`, now or when its turn comes. A bad one is answered."""
+        now_s = asyncio.get_running_loop().time()
+        delay_s = self._parts.throttle.delay_s(feeder, now_s)
+        arrived = Arrived(step, payload, now_us(), now_s + delay_s, _expiry(step, now_s))
+        window = session.window
+        window.read(payload.nbytes)
+        if (
+            session.backlog
+            or delay_s
+            or not self._payloads.is_quick(step.payload, payload)
+            or self._is_away(session)
+            or not window.try_enter(payload.nbytes)
+        ):
+            self._line_up(session, arrived)
+        else:
+            self._take(session, arrived)
 
-        Waits while the session has too much in flight or `feeder` sends too fast.
-        Raises TransportError when the client can't be told.
-        """
-        taken_us = now_us()
-        if delay_s := self._throttle.delay_s(feeder, taken_us / 1e6):
-            await asyncio.sleep(delay_s)
-        await session.window.enter(payload.nbytes)
+    def replay(self, session: Session, message: Replay) -> None:
+        """Have rows of the journal sent on. A bad request is answered."""
+        now_s = asyncio.get_running_loop().time()
         try:
-            queued = await self._queue(session, step, payload, taken_us)
+            table = check_replay(message, session.context, is_last=session.next is None)
+            self._check_going(session)
         except BloomBeeError as error:
-            session.window.leave(payload.nbytes)
-            self._refused.add()
-            await self.fail(session, error, step.step)
+            self._refuse(session, message, error)
             return
-        if not queued:
-            session.window.leave(payload.nbytes)
-            self._repeats.add()
-            await session.client.send(Acknowledged(session.id, session.epoch, step.step))
+        row_bytes = session.context.hidden_size * torch_dtype(session.wire_dtype).itemsize
+        asked = Asked(message, table, table.tokens * row_bytes, _expiry(message, now_s))
+        session.window.read(asked.payload_bytes)
+        session.outbox.put_nowait(asked)
 
-    async def fail(self, session: Session, error: BloomBeeError, step: int = 0) -> None:
-        """Tell the session's client of an error, of one step or (0) of the session."""
-        await session.client.send(
-            to_message(error, session=session.id, epoch=session.epoch, step=step)
-        )
+    def _line_up(self, session: Session, arrived: Arrived) -> None:
+        session.backlog.append(arrived)
+        if len(session.backlog) == 1:
+            pump = self._parts.tasks.start(self._pump(session), "backlog")
+            session.keep_task(pump)
 
-    async def send_on(self, session: Session) -> None:
-        """Send results on as they come, for as long as the session lives.
+    async def _pump(self, session: Session) -> None:
+        """Take what waits, in order, each when its turn has come."""
+        while session.backlog:
+            arrived = session.backlog[0]
+            try:
+                async with asyncio.timeout_at(_deadline(arrived.expires_s)):
+                    rows = await self._turn(session, arrived)
+            except TimeoutError:
+                error = DeadlineExceeded(_too_late(arrived.step))
+                self._give_up(session, arrived, error)
+            except BloomBeeError as error:
+                self._give_up(session, arrived, error)
+            else:
+                await session.window.enter(arrived.payload.nbytes)
+                self._take(session, arrived, rows)
+            session.backlog.popleft()
 
-        Raises TransportError when the client is gone.
-        """
-        while True:
-            finished = await session.outbox.get()
-            session.window.leave(finished.payload_bytes)
-            if (error := finished.outcome.error) is not None:
-                # The stages no longer agree on what the session holds.
-                number = finished.step.step
-                session.broken = session.broken or (
-                    f"step {number} failed ({error}): open a new session"
-                )
-                await self.fail(session, error, number)
-            elif (rows := finished.outcome.rows) is not None:
-                await self._send(session, finished, rows)
+    async def _turn(self, session: Session, arrived: Arrived) -> Float[torch.Tensor, "T D"]:
+        """Wait until a step may be computed; its rows."""
+        now_s = asyncio.get_running_loop().time()
+        if arrived.not_before_s > now_s:
+            await asyncio.sleep(arrived.not_before_s - now_s)
+        check_step(arrived.step, session.context)
+        if self._is_away(session):
+            await self._bring_back(session)
+        return await self._payloads.decode(arrived.step.payload, arrived.payload)
 
-    async def _queue(
-        self, session: Session, step: Step, payload: memoryview, taken_us: int
-    ) -> bool:
-        """Hand a step to the compute thread; False for a repeat. Raises what is wrong with it."""
+    # Where sessions whose KV is not in the pool come back.
+
+    def _is_away(self, session: Session) -> bool:
+        """Whether a step has to wait for its session's KV."""
+        return False
+
+    async def _bring_back(self, session: Session) -> None:
+        """Put the KV into the pool; raises why it can't."""
+
+    def _give_up(self, session: Session, arrived: Arrived, error: BloomBeeError) -> None:
+        session.window.forget(arrived.payload.nbytes)
+        self._refuse(session, arrived.step, error)
+
+    def _refuse(
+        self, session: Session, step: Step | Replay, error: BloomBeeError, payload_bytes: int = 0
+    ) -> None:
+        self._refused.add()
+        session.outbox.put_nowait(Refused(step, error, payload_bytes))
+
+    def _take(self, session: Session, arrived: Arrived, rows: torch.Tensor | None = None) -> None:
+        try:
+            self._queue(session, arrived, rows)
+        except BloomBeeError as error:
+            self._refuse(session, arrived.step, error, arrived.payload.nbytes)
+
+    def _queue(self, session: Session, arrived: Arrived, rows: torch.Tensor | None) -> None:
+        """Hand a step to the compute thread, or answer a repeat; raises what is wrong with it."""
+        step, held = arrived.step, session.held
         if step.session != session.id:
             raise ProtocolError("the step is of another session than its stream")
         table = check_step(step, session.context)
-        if session.broken:
-            raise StepFailed(session.broken)
-        rows = await self._payloads.decode(step.payload, payload)
-        if not session.book.take(step):
-            return False
-        decode_us = now_us() - taken_us
-        put, size = session.outbox.put_nowait, payload.nbytes
+        self._check_going(session)
+        if session.next is None and step.replay and step.until > session.context.terms.span.end:
+            raise ProtocolError(f"replay up to block {step.until} came to the last stage")
+        if asyncio.get_running_loop().time() >= arrived.expires_s:
+            raise DeadlineExceeded(_too_late(step))
+        if rows is None:
+            rows = self._payloads.decode_now(step.payload, arrived.payload)
+        held.outputs.answered(step.answered)
+        operations = held.book.operations(step)
+        taken = held.book.take(step)
+        if taken is Taken.NEW:
+            self._submit(session, arrived, table, operations, rows)
+        elif taken is Taken.EARLIER:
+            self._again.add()
+            self._finish(session, arrived, Outcome(held.again(step, table)))
+        else:
+            self._repeats.add()
+            session.window.leave(arrived.payload.nbytes)
+            session.outbox.put_nowait(Acknowledged(session.id, session.epoch, step.step))
+
+    def _check_going(self, session: Session) -> None:
+        """Raise why the session takes no step now, if it doesn't."""
+        if session.halted is not None:
+            raise type(session.halted)(str(session.halted))
+        if session.held.broken:
+            raise StepFailed(f"{session.held.broken}: this stage starts anew in the next epoch")
+
+    def _finish(self, session: Session, arrived: Arrived, outcome: Outcome) -> None:
+        finished = Finished(
+            arrived.step,
+            outcome,
+            arrived.payload.nbytes,
+            arrived.taken_us,
+            0,
+            arrived.expires_s,
+        )
+        session.outbox.put_nowait(finished)
+
+    def _submit(
+        self,
+        session: Session,
+        arrived: Arrived,
+        table: PackedTable,
+        operations: Operations,
+        rows: Float[torch.Tensor, "T D"],
+    ) -> None:
+        step, size, taken_us = arrived.step, arrived.payload.nbytes, arrived.taken_us
+        decode_us, expires_s = now_us() - taken_us, arrived.expires_s
+        # Of this epoch, whatever the session is in by then: nobody reads an old outbox.
+        put, computed = session.outbox.put_nowait, session.held.computed
 
         def done(outcome: Outcome) -> None:
-            put(Finished(step, outcome, size, taken_us, decode_us))
+            computed(step, table, operations, outcome)
+            put(Finished(step, outcome, size, taken_us, decode_us, expires_s))
 
-        self._executor.submit(
+        session.held.began()
+        self._parts.executor.submit(
             StepWork(
                 session=session.id,
                 step=step.step,
@@ -136,53 +220,31 @@ class Steps:
                 span=session.context.terms.span,
                 table=table,
                 touches=touched(step),
-                operations=None if step.operations == NO_OPERATIONS else step.operations,
+                operations=None if operations == NO_OPERATIONS else operations,
                 rows=rows,
-                wanted=step.want if session.next is None else "all",
+                wanted=_wanted(session, step),
                 wire_dtype=torch_dtype(session.wire_dtype),
                 done=done,
             )
         )
         self._taken.add()
         self._tokens.add(table.tokens)
-        return True
 
-    async def _send(
-        self, session: Session, finished: Finished, rows: Float[torch.Tensor, "R D"]
-    ) -> None:
-        step = finished.step
-        started_us = now_us()
-        payload, body = await self._payloads.encode(rows, session.wire_dtype)
-        timings = step.timings
-        if step.trace:
-            timings = (*timings, self._timing(finished, started_us))
-        if session.downstream is None:
-            output = Output(session.id, session.epoch, step.step, payload, timings)
-            await session.client.send(output, body)
-        else:
-            onward = msgspec.structs.replace(step, payload=payload, timings=timings)
-            await self._push(session, session.downstream, onward, body)
 
-    async def _push(self, session: Session, hop: Connection, step: Step, body: Buffer) -> None:
-        """Send a step to the next stage; when that fails, the client hears of it."""
-        try:
-            async with asyncio.timeout(PUSH_DEADLINE_S):
-                await hop.send(step, body)
-        except TimeoutError:
-            error = TransportError(f"{session.next_name} took no step for {PUSH_DEADLINE_S:g} s")
-            await self.fail(session, error, step.step)
-        except TransportError as error:
-            lost = TransportError(f"lost {session.next_name}: {error}")
-            await self.fail(session, lost, step.step)
-        except RequestError as error:  # more than a frame holds
-            await self.fail(session, error, step.step)
+def _wanted(session: Session, step: Step) -> Literal["all", "last", "none"]:
+    if session.next is not None:
+        return "all"
+    return "none" if step.replay else step.want
 
-    def _timing(self, finished: Finished, started_us: int) -> Timing:
-        now = now_us()
-        return Timing(
-            peer=self._peer,
-            queue_us=finished.outcome.queue_us,
-            compute_us=finished.outcome.compute_us,
-            codec_us=float(finished.decode_us + now - started_us),
-            total_us=float(now - finished.taken_us),
-        )
+
+def _expiry(message: Step | Replay, now_s: float) -> float:
+    """When nobody waits any more for what comes of `message`."""
+    return now_s + message.deadline_ms / 1000 if message.deadline_ms else math.inf
+
+
+def _deadline(expires_s: float) -> float | None:
+    return None if math.isinf(expires_s) else expires_s
+
+
+def _too_late(step: Step) -> str:
+    return f"step {step.step} came to its turn after the {step.deadline_ms} ms it was given"

@@ -19,7 +19,7 @@ from bloombee.errors import (
     StaleEpoch,
     Unsupported,
 )
-from bloombee.protocol.messages import Open, Operations, Step
+from bloombee.protocol.messages import Open, Operations, Replay, Step
 
 NO_OPERATIONS = Operations()
 
@@ -174,10 +174,10 @@ _STEP_RULES: tuple[Rule[Step, StepContext], ...] = (
     ),
     Rule(
         lambda m, c: m.epoch > c.terms.epoch,
-        Unsupported,
+        ProtocolError,
         lambda m, c: (
-            f"step {m.step} is of epoch {m.epoch}, the session of {c.terms.epoch}: "
-            "open a new session"
+            f"step {m.step} is of epoch {m.epoch}, the session is at {c.terms.epoch}: "
+            "open that epoch first"
         ),
     ),
     Rule(
@@ -186,12 +186,21 @@ _STEP_RULES: tuple[Rule[Step, StepContext], ...] = (
         lambda m, c: "steps count from 1",
     ),
     Rule(
-        lambda m, c: m.replay or not m.write_kv or bool(m.operations.accepted),
+        lambda m, c: not m.write_kv or bool(m.operations.accepted),
         Unsupported,
         lambda m, c: (
-            f"step {m.step} asks for replay, recomputation or acceptance, "
-            "which this version does not do"
+            f"step {m.step} asks for recomputation or acceptance, which this version does not do"
         ),
+    ),
+    Rule(
+        lambda m, c: m.replay and m.until < c.terms.span.end,
+        ProtocolError,
+        lambda m, c: f"replay up to block {m.until} came to a stage of blocks {c.terms.span}",
+    ),
+    Rule(
+        lambda m, c: m.replay and bool(m.operations.forks or m.operations.truncates or m.parents),
+        Unsupported,
+        lambda m, c: f"step {m.step} replays with forks, truncates or a draft tree: send rows only",
     ),
     Rule(
         lambda m, c: m.payload.content != "rows" or m.payload.dtype == "int32",
@@ -236,6 +245,30 @@ def check_step(message: Step, context: StepContext) -> PackedTable:
         )
     except ValueError as error:
         raise ProtocolError(f"step {message.step}: {error}") from None
+
+
+def check_replay(message: Replay, context: StepContext, *, is_last: bool) -> PackedTable:
+    """The packed table of the rows to send on from the journal.
+
+    Raises StaleEpoch, RequestError, or ProtocolError.
+    """
+    terms = context.terms
+    if message.epoch != terms.epoch:
+        kind = StaleEpoch if message.epoch < terms.epoch else ProtocolError
+        raise kind(f"replay of epoch {message.epoch}, the session is at {terms.epoch}")
+    if is_last or message.until <= terms.span.end:
+        raise ProtocolError(f"nothing to replay from blocks {terms.span} to block {message.until}")
+    try:
+        table = PackedTable(message.sequences, message.first_positions, message.counts)
+    except ValueError as error:
+        raise ProtocolError(f"replay {message.step}: {error}") from None
+    if max(message.sequences) >= terms.sequences:
+        raise RequestError(f"sequence {max(message.sequences)} of {terms.sequences} sequences")
+    if table.tokens > context.max_step_tokens:
+        raise RequestError(
+            f"a replay of {table.tokens} tokens: ask for at most {context.max_step_tokens} at once"
+        )
+    return table
 
 
 def touched(message: Step) -> frozenset[int]:

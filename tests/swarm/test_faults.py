@@ -83,11 +83,11 @@ class TestFaults:
             hop = s.route()[1].hop
             s.network.kill(hop.peer)
             failed = await expect(session.links[0], Failed)
-            assert (failed.code, failed.step) == ("transport", 0)
+            assert (failed.code, failed.step) == ("hop-lost", 0)
             assert hop.address in failed.message
             await session.send(session.message(counting_rows(1), {0: (1, 1)}), counting_rows(1))
             failed = await expect(session.links[0], Failed)
-            assert (failed.code, failed.step) == ("transport", 2)
+            assert (failed.code, failed.step) == ("hop-lost", 2)
 
         run(counting_stage(), counting_stage(), test=test)
 
@@ -102,7 +102,7 @@ class TestFaults:
             with pytest.raises(StepFailed, match="RuntimeError: bad luck"):
                 await bad.step(counting_rows(1), {0: (0, 1)})
             model.failing.clear()
-            with pytest.raises(StepFailed, match="step 1 failed .* open a new session"):
+            with pytest.raises(StepFailed, match="step 1 failed .* starts anew in the next epoch"):
                 await bad.step(counting_rows(1), {0: (1, 1)})
             assert (await good.step(counting_rows(1), {0: (0, 1)}))[:, 0].tolist() == [4]
 

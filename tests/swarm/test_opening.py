@@ -8,16 +8,18 @@ import pytest
 from bloombee.errors import (
     AuthError,
     BloomBeeError,
+    HopLost,
     KVFull,
     ProtocolError,
     RequestError,
     StaleEpoch,
-    TransportError,
     Unsupported,
 )
 from bloombee.protocol.messages import (
     Attach,
     Attached,
+    Close,
+    Closed,
     Open,
     Opened,
 )
@@ -90,21 +92,27 @@ class TestOpening:
 
     def test_an_id_can_be_open_once(self) -> None:
         async def test(s: Swarm) -> None:
-            session = await s.client().open(s.route(), epoch=1)
-            again = Open(session.id, bytes(16), 0, "tiny", 0, 4, 1, 50, "float32")
-            for epoch, error in ((0, StaleEpoch), (1, RequestError), (2, Unsupported)):
-                link = await s.client().connect(s.stages[0])
+            client, other = s.client(), s.client()
+            session = await client.open(s.route(), epoch=1)
+            for opener, epoch, error in (
+                (client, 0, StaleEpoch),
+                (client, 1, RequestError),
+                (other, 1, RequestError),
+                (other, 2, RequestError),
+            ):
+                link = await opener.connect(s.stages[0])
                 await link.send(Open(session.id, bytes(16), epoch, "tiny", 0, 4, 1, 50, "float32"))
                 with pytest.raises(error) as caught:
                     await expect(link, Opened)
                 assert type(caught.value) is error
+            again = Open(session.id, bytes(16), 0, "tiny", 0, 4, 1, 50, "float32")
             await session.links[0].send(again)
             with pytest.raises(StaleEpoch):
                 await expect(session.links[0], Opened)
 
         run(counting_stage(), test=test)
 
-    def test_an_unreachable_next_stage_is_named(self) -> None:
+    def test_an_unreachable_next_stage_is_named_once_the_session_is_open(self) -> None:
         async def test(s: Swarm) -> None:
             route = s.route(*TWO)
             s.network.kill(route[1].server.endpoint.peer)
@@ -113,8 +121,11 @@ class TestOpening:
                 bytes(16), bytes(16), 0, "tiny", 0, 2, 1, 50, "float32", next=route[1].hop
             )
             await link.send(opening)
-            with pytest.raises(TransportError, match=route[1].hop.address):
+            await expect(link, Opened)
+            with pytest.raises(HopLost, match=route[1].hop.address):
                 await expect(link, Opened)
+            await link.send(Close(bytes(16)))
+            await expect(link, Closed)
             assert await s.stages[0].executor.free_tokens() == 1000
 
         run(counting_stage(), counting_stage(), test=test)
@@ -147,16 +158,17 @@ class TestAttaching:
     def test_only_one_side_feeds_a_session(self) -> None:
         async def test(s: Swarm) -> None:
             session = await s.client().open(s.route(*TWO))
+            await session.step(counting_rows(1), {0: (0, 1)})
             link = await s.client().connect(s.stages[1])
             await link.send(Attach(session.id, session.secret, 0))
             with pytest.raises(ProtocolError, match="elsewhere"):
                 await expect(link, Attached)
             await session.send(
-                session.message(counting_rows(1), {0: (0, 1)}), counting_rows(1), stage=1
+                session.message(counting_rows(1), {0: (1, 1)}), counting_rows(1), stage=1
             )
             with pytest.raises(ProtocolError, match="stage before"):
                 await session.output()
-            await session.step(counting_rows(1), {0: (0, 1)})
+            await session.step(counting_rows(1), {0: (1, 1)})
             link = await s.client().connect(s.stages[0])
             await link.send(Attach(session.id, session.secret, 0))
             with pytest.raises(ProtocolError, match="elsewhere"):

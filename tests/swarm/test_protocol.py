@@ -108,8 +108,10 @@ def test_exact_repeats_are_acknowledged_and_dropped() -> None:
     ("changes", "table", "error", "says"),
     [
         ({"epoch": 1}, {0: (2, 1)}, StaleEpoch, "epoch 1"),
-        ({"epoch": 3}, {0: (2, 1)}, Unsupported, "epoch 3"),
-        ({"replay": True}, {0: (2, 1)}, Unsupported, "replay"),
+        ({"epoch": 3}, {0: (2, 1)}, ProtocolError, "epoch 3"),
+        ({"write_kv": False}, {0: (2, 1)}, Unsupported, "recomputation"),
+        ({"replay": True, "until": 1}, {0: (2, 1)}, ProtocolError, "replay up to block 1"),
+        ({"replay": True, "until": 4}, {0: (1, 1)}, ProtocolError, "starts at 1"),
         ({"session": bytes(16)}, {0: (2, 1)}, ProtocolError, "another session"),
         ({"step": 1}, {0: (2, 1)}, ProtocolError, "after step 1"),
         ({}, {0: (5, 1)}, ProtocolError, "starts at 5"),

@@ -17,8 +17,8 @@ from bloombee.server.announcement import announced_address, announced_host, anno
 from bloombee.server.background import in_background
 from bloombee.server.device import choose_device, decode_tokens_per_s, free_bytes
 from bloombee.server.placement import place, settle, wanted_blocks
-from bloombee.server.window import Window
 from bloombee.server.throttle import FORGET_ABOVE, Throttle
+from bloombee.server.window import Window
 from bloombee.swarm.records import ServerRecord, ServerState
 from bloombee.swarm.view import SwarmSnapshot
 from tests.counting_pool import AddingModel, CountingPool

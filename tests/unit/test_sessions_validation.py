@@ -10,7 +10,7 @@ import pytest
 from bloombee.core import Span
 from bloombee.errors import BloomBeeError, ProtocolError, RequestError, StaleEpoch, Unsupported
 from bloombee.protocol.messages import Hop, Open, Operations, Payload, Sampling, Step
-from bloombee.server.sequences import SequenceBook
+from bloombee.server.sequences import SequenceBook, Taken
 from bloombee.server.validation import (
     Limits,
     Offer,
@@ -100,10 +100,15 @@ def test_open_gives_terms_also_for_a_part_of_the_span() -> None:
     ("changes", "error", "says"),
     [
         ({"epoch": 2}, StaleEpoch, "epoch 2"),
-        ({"epoch": 4}, Unsupported, "open a new session"),
+        ({"epoch": 4}, ProtocolError, "open that epoch first"),
         ({"step": 0}, ProtocolError, "from 1"),
-        ({"replay": True}, Unsupported, "replay"),
-        ({"write_kv": False}, Unsupported, "replay"),
+        ({"replay": True, "until": 7}, ProtocolError, "up to block 7 came to a stage of"),
+        (
+            {"replay": True, "until": 8, "operations": Operations(forks=((1, 0),))},
+            Unsupported,
+            "replays with forks",
+        ),
+        ({"write_kv": False}, Unsupported, "recomputation"),
         ({"operations": Operations(accepted=((0, (1,)),))}, Unsupported, "acceptance"),
         ({"payload": Payload("ids", "int32", 2, 16)}, Unsupported, "ids"),
         ({"payload": Payload("rows", "int32", 2, 16)}, Unsupported, "int32"),
@@ -137,22 +142,22 @@ def test_a_sound_step_gives_its_table() -> None:
 class TestSequences:
     def test_lengths_follow_steps(self) -> None:
         book = SequenceBook(TERMS)
-        assert book.take(step(1, {0: (0, 5), 2: (0, 7)}))
-        assert book.take(step(2, {2: (7, 1)}))
+        assert book.take(step(1, {0: (0, 5), 2: (0, 7)})) is Taken.NEW
+        assert book.take(step(2, {2: (7, 1)})) is Taken.NEW
         assert book.lengths == (5, 0, 8, 0)
 
     def test_exact_repeats_change_nothing(self) -> None:
         book = SequenceBook(TERMS)
         first = step(1, {0: (0, 5)}, Operations(releases=(3,)))
-        assert book.take(first)
-        assert not book.take(first)
-        assert book.take(step(2, {0: (5, 1)}))
+        assert book.take(first) is Taken.NEW
+        assert book.take(first) is Taken.REPEATED
+        assert book.take(step(2, {0: (5, 1)})) is Taken.NEW
         assert book.lengths == (6, 0, 0, 0)
 
     def test_sequences_advance_independently(self) -> None:
         book = SequenceBook(TERMS)
         book.take(step(2, {1: (0, 4)}))
-        assert book.take(step(1, {0: (0, 3)}))
+        assert book.take(step(1, {0: (0, 3)})) is Taken.NEW
 
     @pytest.mark.parametrize(
         ("message", "error", "says"),
@@ -182,13 +187,13 @@ class TestSequences:
         with pytest.raises(error, match=says):
             book.take(message)
         assert book.lengths == (6, 0, 0, 0)
-        assert book.take(step(3, {0: (6, 1)}))
+        assert book.take(step(3, {0: (6, 1)})) is Taken.NEW
 
     def test_a_reorder_reads_all_sources_before_it_writes(self) -> None:
         book = SequenceBook(TERMS)
         book.take(step(1, {0: (0, 5), 1: (0, 7)}))
         swap = Operations(forks=((0, 1), (1, 0)), truncates=((0, 6),))
-        assert book.take(step(2, {0: (6, 1), 1: (5, 1)}, swap))
+        assert book.take(step(2, {0: (6, 1), 1: (5, 1)}, swap)) is Taken.NEW
         assert book.lengths == (7, 6, 0, 0)
 
 

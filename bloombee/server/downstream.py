@@ -1,0 +1,129 @@
+"""The link to the next stage: made once an epoch has begun, watched until the next one.
+
+Signs of life go over it both ways. When it can't be made, breaks, or falls silent,
+the client is told HopLost, and decides what becomes of the session.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass
+
+from bloombee.errors import BloomBeeError, HopLost, ProtocolError, TransportError
+from bloombee.protocol.failures import to_error
+from bloombee.protocol.messages import Attach, Attached, Beat, Failed, Hop
+from bloombee.protocol.pulse import Pulse
+from bloombee.server.sending import Sending
+from bloombee.server.sessions import Session
+from bloombee.swarm.connection import Connection, ConnectionSettings, Signer, connect
+from bloombee.transport.interface import Dialer, Endpoint
+
+logger = logging.getLogger(__name__)
+
+LINK_DEADLINE_S = 65.0
+"""For the next stage to accept our Attach; it waits there for the client's own Open, which
+may queue for KV. Whether that stage lives its client sees for itself."""
+BEAT_S = 0.5
+SILENCE_S = 4.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkParts:
+    """What making links takes."""
+
+    identity: Signer
+    dialer: Dialer
+    connection_settings: ConnectionSettings
+    sending: Sending
+
+
+class Downstream:
+    """Links sessions to their next stages."""
+
+    def __init__(self, parts: LinkParts) -> None:
+        self._parts = parts
+
+    async def run(self, session: Session) -> None:
+        """Link `session` to its next stage, for as long as the epoch lasts."""
+        if session.next is None:
+            return
+        try:
+            link = await self._connect(session, session.next)
+            try:
+                session.linked(link)
+                await self._watch(session, link)
+            finally:
+                session.downstream = None
+                await link.close()
+        except HopLost as error:
+            session.lost(error)
+            await self._parts.sending.fail(session, error)
+
+    async def _connect(self, session: Session, hop: Hop) -> Connection:
+        """A hop stream attached to the session at the next stage. Raises HopLost."""
+        endpoint = Endpoint(hop.peer, hop.address, hop.certificate_hash)
+        parts = self._parts
+        try:
+            link = await connect(
+                parts.dialer, endpoint, parts.identity, settings=parts.connection_settings
+            )
+        except BloomBeeError as error:
+            raise HopLost(f"can't reach {session.next_name}: {error}") from None
+        try:
+            await self._attach(session, link)
+        except BloomBeeError as error:
+            await link.close()
+            raise HopLost(f"can't link to {session.next_name}: {error}") from None
+        except BaseException:
+            await link.close()
+            raise
+        return link
+
+    async def _attach(self, session: Session, link: Connection) -> None:
+        await link.send(Attach(session.id, session.secret, session.epoch))
+        received = await link.receive(LINK_DEADLINE_S)
+        if received is None:
+            raise TransportError("it closed the stream")
+        if isinstance(received[0], Failed):
+            raise to_error(received[0])
+        if not isinstance(received[0], Attached):
+            raise ProtocolError(f"it answered {type(received[0]).__name__}")
+
+    async def _watch(self, session: Session, link: Connection) -> None:
+        """Exchange signs of life until the link is lost; then raise HopLost."""
+        pulse = Pulse(SILENCE_S, asyncio.get_running_loop().time())
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(_beat(session, link, pulse))
+                await _listen(link, pulse)
+        except* BloomBeeError as group_error:
+            error = group_error.exceptions[0]
+            raise HopLost(f"lost {session.next_name}: {error}") from None
+
+
+async def _beat(session: Session, link: Connection, pulse: Pulse) -> None:
+    while True:
+        await asyncio.sleep(BEAT_S)
+        number = pulse.beat(link.counters.bytes_sent)
+        await link.send(Beat(session.id, number))
+
+
+async def _listen(link: Connection, pulse: Pulse) -> None:
+    """Take what the next stage says; raises when it says nothing for too long, or leaves."""
+    clock = asyncio.get_running_loop().time
+    while True:
+        wait_s = max(0.0, pulse.lost_at_s(link.counters.bytes_sent) - clock())
+        try:
+            async with asyncio.timeout(wait_s):
+                received = await link.receive()
+        except TimeoutError:
+            if clock() < pulse.lost_at_s(link.counters.bytes_sent):
+                continue
+            raise TransportError("it gives no sign of life") from None
+        if received is None:
+            raise TransportError("it closed the stream")
+        message = received[0]
+        if isinstance(message, Failed):
+            raise to_error(message)
+        pulse.heard(clock(), message.number if isinstance(message, Beat) else 0)

@@ -1,0 +1,188 @@
+"""What a session holds on this stage besides its KV: book, journal, and unanswered outputs.
+
+A session that starts anew gets new holdings; what still runs for the old ones ends there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+
+import torch
+from jaxtyping import Float
+
+from bloombee.compression import torch_dtype
+from bloombee.core import PackedTable, SessionId
+from bloombee.errors import BloomBeeError, ProtocolError, StepFailed
+from bloombee.protocol.messages import Operations, Step, WireDtype
+from bloombee.server.carried import Carried
+from bloombee.server.carried import Terms as CarriedTerms
+from bloombee.server.journal import Journal, restored, whole
+from bloombee.server.sequences import BookState, SequenceBook
+from bloombee.server.validation import NO_OPERATIONS, StepContext
+from bloombee.server.work import Outcome
+
+KEPT_BYTES = 64 << 20
+
+
+class Outputs:
+    """Outputs that the client may not have got yet, by step; the oldest go when they are many."""
+
+    def __init__(self, limit_bytes: int = KEPT_BYTES) -> None:
+        self._limit_bytes = limit_bytes
+        self._rows: dict[int, Float[torch.Tensor, "R D"]] = {}
+        self._answered = 0
+        self.held_bytes = 0
+
+    @property
+    def kept(self) -> Mapping[int, Float[torch.Tensor, "R D"]]:
+        """Rows by step."""
+        return self._rows
+
+    def answered(self, step: int) -> None:
+        """The client has the outputs of all steps up to this one."""
+        if step > self._answered:
+            self._answered = step
+            for number in [number for number in self._rows if number <= step]:
+                self._drop(number)
+
+    def keep(self, step: int, rows: Float[torch.Tensor, "R D"]) -> None:
+        """Keep the output of a step until it is answered."""
+        if step <= self._answered:
+            return
+        if rows.untyped_storage().nbytes() > 2 * rows.nbytes:
+            rows = rows.clone()  # else one row would keep all of a merged pass alive
+        self._rows[step] = rows
+        self.held_bytes += rows.nbytes
+        while self.held_bytes > self._limit_bytes and len(self._rows) > 1:
+            self._drop(next(iter(self._rows)))
+
+    def _drop(self, step: int) -> None:
+        self.held_bytes -= self._rows.pop(step).nbytes
+
+
+class Holdings:
+    """`broken` says why no step can follow, or is empty; such holdings are given up.
+
+    Exactly one of `journal` (where there is a next stage) and `outputs` is used.
+    """
+
+    def __init__(self, context: StepContext, dtype: WireDtype, *, is_last: bool) -> None:
+        self.book = SequenceBook(context.terms)
+        self.outputs = Outputs()
+        self.journal = (
+            None
+            if is_last
+            else Journal(context.terms.sequences, context.hidden_size, torch_dtype(dtype))
+        )
+        self.broken = ""
+        self.compute_us = 0
+        self._width = context.hidden_size
+        self._dtype: WireDtype = dtype
+        self._computing = 0
+        self._quiet = asyncio.Event()
+        self._quiet.set()
+
+    @property
+    def computing(self) -> int:
+        """How many steps were taken and aren't computed yet."""
+        return self._computing
+
+    async def quiet(self) -> None:
+        """Wait until all steps taken are computed."""
+        await self._quiet.wait()
+
+    def began(self) -> None:
+        """A step was taken."""
+        self._computing += 1
+        self._quiet.clear()
+
+    def computed(
+        self, step: Step, table: PackedTable, operations: Operations, outcome: Outcome
+    ) -> None:
+        """Keep what came of a step that was taken."""
+        self._computing -= 1
+        if not self._computing:
+            self._quiet.set()
+        self.compute_us += outcome.compute_us
+        if outcome.error is not None or outcome.rows is None:
+            # The stages no longer agree on what the session holds.
+            self.broken = self.broken or f"step {step.step} failed ({outcome.error})"
+            return
+        try:
+            self._keep(step, table, operations, outcome.rows)
+        except BloomBeeError as error:
+            self.broken = self.broken or f"after step {step.step}: {error}"
+
+    def _keep(
+        self, step: Step, table: PackedTable, operations: Operations, rows: torch.Tensor
+    ) -> None:
+        if self.journal is not None:
+            if operations != NO_OPERATIONS:
+                self.journal.operate(operations)
+            self.journal.append(table, rows)
+        elif not step.replay:
+            self.outputs.keep(step.step, rows)
+
+    def again(self, step: Step, table: PackedTable) -> Float[torch.Tensor, "R D"]:
+        """What came of a step that was computed in an earlier epoch.
+
+        Raises StepFailed when it isn't held any more; nothing can follow then.
+        """
+        try:
+            if self.journal is not None:
+                return self.journal.rows(table)
+            return self.outputs.kept[step.step]
+        except (ProtocolError, KeyError):
+            self.broken = f"the output of step {step.step} is not held any more"
+            raise StepFailed(self.broken) from None
+
+    def carry(self) -> Carried:
+        """All of it, for another server. Quiet holdings only."""
+        state, journal = self.book.export(), self.journal
+        return Carried(
+            lengths=state.lengths,
+            newest_steps=state.newest_steps,
+            released=state.released,
+            included=state.included,
+            journal=None if journal is None else tuple(self._rows_of(journal)),
+            outputs=tuple(self.outputs.kept.items()),
+        )
+
+    def _rows_of(self, journal: Journal) -> list[torch.Tensor]:
+        empty = torch.empty(0, self._width, dtype=torch_dtype(self._dtype))
+        return [
+            journal.rows(whole(length, sequence)) if length else empty
+            for sequence, length in enumerate(journal.lengths)
+        ]
+
+    def restore(self, carried: Carried) -> None:
+        """Become what another server held. Raises ProtocolError when it doesn't fit."""
+        if (carried.journal is None) != (self.journal is None):
+            raise ProtocolError("the journal handed over is of another place in the route")
+        if carried.journal is not None:
+            if tuple(map(len, carried.journal)) != carried.lengths:
+                raise ProtocolError("the journal handed over is not as long as the sequences")
+            self.journal = restored(carried.journal, self._width, torch_dtype(self._dtype))
+        self.book.restore(
+            BookState(
+                lengths=carried.lengths,
+                newest_steps=carried.newest_steps,
+                released=carried.released,
+                included=carried.included,
+            )
+        )
+        for step, rows in carried.outputs:
+            self.outputs.keep(step, rows)
+
+
+def carried_terms(session: SessionId, context: StepContext, dtype: WireDtype) -> CarriedTerms:
+    """What a hand-over has to know of a session."""
+    return CarriedTerms(
+        session=session,
+        span=context.terms.span,
+        sequences=context.terms.sequences,
+        max_length=context.terms.max_length,
+        hidden_size=context.hidden_size,
+        wire_dtype=dtype,
+    )

@@ -1,0 +1,199 @@
+"""What comes of steps, on its way out: to the next stage, or to the client.
+
+One task per session and epoch takes it from the outbox, in order. Results for the
+next stage wait there until the link stands.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+
+import msgspec
+import torch
+from jaxtyping import Float
+
+from bloombee.compression import Buffer
+from bloombee.core import PeerId
+from bloombee.errors import BloomBeeError, DeadlineExceeded, HopLost, RequestError, TransportError
+from bloombee.protocol.failures import to_message
+from bloombee.protocol.messages import AnyMessage, Operations, Output, Step, Timing
+from bloombee.server.payloads import Payloads
+from bloombee.server.sessions import Asked, Finished, Outgoing, Refused, Session
+from bloombee.telemetry import Registry, now_us
+
+logger = logging.getLogger(__name__)
+
+SEND_DEADLINE_S = 60.0
+"""How long the other side may take to accept a message; 20 Mbit/s need half of it for
+a full frame."""
+
+
+class Sending:
+    """Sends on what comes of steps."""
+
+    def __init__(self, peer: PeerId, payloads: Payloads, telemetry: Registry) -> None:
+        self._peer = peer
+        self._payloads = payloads
+        self._replayed = telemetry.counter("replayed_tokens")
+
+    async def run(self, session: Session) -> None:
+        """Send on whatever comes, for as long as the epoch lasts."""
+        outbox, window = session.outbox, session.window
+        while True:
+            item = await outbox.get()
+            try:
+                await self._send(session, item)
+            except BloomBeeError as error:  # a frame that can't be made: the step's own fault
+                await self._fail_item(session, item, error)
+            if not isinstance(item, Finished | Refused | Asked):
+                continue
+            if isinstance(item, Asked):
+                window.forget(item.payload_bytes)
+            else:
+                window.leave(item.payload_bytes)
+
+    async def fail(
+        self, session: Session, error: BloomBeeError, step: int = 0, epoch: int | None = None
+    ) -> None:
+        """Tell the session's client of an error, of one step or (0) of the session."""
+        epoch = session.epoch if epoch is None else epoch
+        if session.stands:
+            await self.tell(session, to_message(error, session=session.id, epoch=epoch, step=step))
+
+    async def tell(self, session: Session, message: AnyMessage, body: Buffer = b"") -> bool:
+        """Send something to the client; False when it is gone or takes nothing.
+
+        Raises RequestError for more than a frame holds.
+        """
+        client = session.client
+        if client is None:
+            return False
+        try:
+            async with asyncio.timeout(SEND_DEADLINE_S):
+                await client.send(message, body)
+        except TimeoutError:
+            logger.info("client %s took nothing for %g s", session.owner, SEND_DEADLINE_S)
+            await client.close()
+            return False
+        except RequestError:
+            raise
+        except BloomBeeError as error:
+            logger.debug("client %s is gone: %s", session.owner, error)
+            return False
+        return True
+
+    async def _send(self, session: Session, item: Outgoing) -> None:
+        match item:
+            case Finished():
+                if item.outcome.error is not None:
+                    await self.fail(session, item.outcome.error, item.step.step)
+                elif item.outcome.rows is not None:
+                    await self._result(session, item, item.outcome.rows)
+            case Refused():
+                await self.fail(session, item.error, item.step.step, item.step.epoch)
+            case Asked():
+                await self._replay(session, item)
+            case _:
+                await self.tell(session, item)
+
+    async def _fail_item(self, session: Session, item: Outgoing, error: BloomBeeError) -> None:
+        match item:
+            case Finished():
+                await self.fail(session, error, item.step.step)
+            case Asked():
+                await self.fail(session, error, item.replay.step)
+            case _:
+                await self.fail(session, error)
+
+    async def _result(
+        self, session: Session, item: Finished, rows: Float[torch.Tensor, "R D"]
+    ) -> None:
+        step, started_us = item.step, now_us()
+        ends_here = step.replay and step.until == session.context.terms.span.end
+        if ends_here:
+            rows = rows[:0]
+        payload, body = await self._payloads.encode(rows, session.wire_dtype)
+        timings = step.timings
+        if step.trace:
+            timings = (*timings, self._timing(item, started_us))
+        if ends_here or session.next is None:
+            output = Output(session.id, session.epoch, step.step, payload, timings)
+            if await self.tell(session, output, body):
+                session.sent_step = max(session.sent_step, step.step)
+            return
+        left_ms = _left_ms(item.expires_s)
+        onward = msgspec.structs.replace(
+            step, payload=payload, timings=timings, deadline_ms=left_ms
+        )
+        await self._push(session, onward, body)
+
+    async def _replay(self, session: Session, item: Asked) -> None:
+        """Make a step of rows in the journal, and send it on."""
+        replay, held = item.replay, session.held
+        if held.journal is None:
+            raise RequestError("the last stage has no rows to replay")
+        try:
+            rows = held.journal.rows(item.table)
+        except BloomBeeError as error:
+            held.broken = held.broken or str(error)
+            raise
+        payload, body = await self._payloads.encode(rows, session.wire_dtype)
+        step = Step(
+            session=session.id,
+            epoch=session.epoch,
+            step=replay.step,
+            phase="prefill",
+            sequences=replay.sequences,
+            first_positions=replay.first_positions,
+            counts=replay.counts,
+            payload=payload,
+            want="none",
+            operations=Operations(releases=replay.releases),
+            replay=True,
+            deadline_ms=_left_ms(item.expires_s),
+            until=replay.until,
+            as_of=replay.as_of,
+            # Rows of sequences whose operations are done here already are rows after them.
+            included=tuple(sorted({*replay.included, *held.book.included})),
+        )
+        await self._push(session, step, body)
+        self._replayed.add(item.table.tokens)
+
+    async def _push(self, session: Session, step: Step, body: Buffer) -> None:
+        """Send a step to the next stage; raises DeadlineExceeded or HopLost.
+
+        RequestError for more than a frame holds.
+        """
+        link = session.downstream
+        if link is None or session.hop_lost is not None:
+            link = await session.link()
+        try:
+            async with asyncio.timeout(SEND_DEADLINE_S):
+                await link.send(step, body)
+        except TimeoutError:
+            raise HopLost(f"{session.next_name} took no step for {SEND_DEADLINE_S:g} s") from None
+        except TransportError as error:
+            raise HopLost(f"lost {session.next_name}: {error}") from None
+        session.sent_step = max(session.sent_step, step.step)
+
+    def _timing(self, finished: Finished, started_us: int) -> Timing:
+        now = now_us()
+        return Timing(
+            peer=self._peer,
+            queue_us=finished.outcome.queue_us,
+            compute_us=finished.outcome.compute_us,
+            codec_us=float(finished.decode_us + now - started_us),
+            total_us=float(now - finished.taken_us),
+        )
+
+
+def _left_ms(expires_s: float) -> int:
+    """What is left of a step's time, 0 when it has no end. Raises DeadlineExceeded."""
+    if math.isinf(expires_s):
+        return 0
+    left_s = expires_s - asyncio.get_running_loop().time()
+    if left_s <= 0:
+        raise DeadlineExceeded("the step's time was up before it could be sent on")
+    return max(1, int(left_s * 1000))

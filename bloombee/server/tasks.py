@@ -1,0 +1,62 @@
+"""Tasks that belong to the server and not to a stream.
+
+Each of them deals with the errors of our tree itself. Any other exception is a bug:
+`failed` hands the first one to whoever runs the server, which is to stop then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+
+class BackgroundTasks:
+    """Holds tasks until they end; `stop` leaves none behind."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._bug: asyncio.Future[Exception] | None = None
+        self._stopping = False
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def start(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        """Run `work` in a task of the running loop; after `stop` it is cancelled at once."""
+        task = asyncio.get_running_loop().create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        if self._stopping:
+            task.cancel()
+        return task
+
+    async def failed(self) -> Exception:
+        """The first bug that a task met; waits until there is one."""
+        return await asyncio.shield(self._first_bug())
+
+    async def stop(self) -> None:
+        """Cancel all tasks and wait until they have ended."""
+        self._stopping = True
+        tasks = self._tasks - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if task.cancelled() or (error := task.exception()) is None:
+            return
+        logger.critical("a bug ended the task %s", task.get_name(), exc_info=error)
+        bug = self._first_bug()
+        if not bug.done():
+            bug.set_result(error if isinstance(error, Exception) else RuntimeError(repr(error)))
+
+    def _first_bug(self) -> asyncio.Future[Exception]:
+        if self._bug is None:
+            self._bug = asyncio.get_running_loop().create_future()
+        return self._bug
