@@ -39,7 +39,18 @@ if TYPE_CHECKING:
 
     from bloombee.transport.interface import Endpoint
 
-QUICK = ClientSettings(connect_s=5, open_s=5, step_s=60, close_s=2, prefill_tokens=64, snapshot_s=0)
+QUICK = ClientSettings(
+    connect_s=5,
+    open_s=5,
+    step_s=60,
+    close_s=2,
+    prefill_tokens=64,
+    snapshot_s=0,
+    heartbeat_s=0.1,
+    silence_s=1,
+    recovery_s=5,
+    queue_s=0.3,
+)
 
 
 @dataclass(frozen=True, kw_only=True)

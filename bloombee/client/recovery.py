@@ -75,11 +75,17 @@ class Recoverer:
             for seat in self._circuit.seats:
                 self._around.health.worked(seat.peer)
 
-    async def run(self, until_s: float) -> None:
+    def start_over(self) -> None:
+        """What stages hold counts no longer: all of it is to be computed again."""
+        self._casebook.progress()
+        self.is_due = True
+
+    async def run(self, until_s: float, *, is_patient: bool) -> None:
         """Work until all stages hold what was answered; pending steps are then to be sent.
 
-        Raises SwarmError when blocks have no holder for too long, the error of a stage
-        that no other could mend, or DeadlineExceeded at `until_s` of the event loop's time.
+        Raises SwarmError when blocks have no holder (for too long, if it `is_patient`), the
+        error of a stage that no other could mend, or DeadlineExceeded at `until_s` of the
+        event loop's time.
         """
         now_s = asyncio.get_running_loop().time()
         limit_s = min(until_s, now_s + self._settings.recovery_s)
@@ -97,6 +103,8 @@ class Recoverer:
                 if self._circuit.is_closing:
                     raise
             except SwarmError as missing:
+                if not is_patient:
+                    raise
                 self._wait_for_holders(case, missing)
         self._is_unproven = True
         self._note_success(case)

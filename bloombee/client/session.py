@@ -255,14 +255,14 @@ class RemoteSession:
         shape = (rows, self.terms.hidden_size)
         return decode_rows(output.payload, content, shape, self.terms.dtype)[: part.kept]
 
-    async def _settle(self, until_s: float) -> None:
+    async def _settle(self, until_s: float, *, is_patient: bool = True) -> None:
         """Send and wait until nothing is pending, recovering as often as it takes."""
         circuit = self._circuit
         while True:
             if self._moving.is_due:
                 await self._moving.request()
             if circuit.reports or self._recoverer.is_due:
-                await self._recover(until_s)
+                await self._recover(until_s, is_patient=is_patient)
             circuit.alarm.clear()
             try:
                 async with circuit.waiting(until_s, "an answer"):
@@ -305,9 +305,9 @@ class RemoteSession:
         if self._circuit.is_closing:
             raise TransportError("the session was closed")
 
-    async def _recover(self, until_s: float) -> None:
+    async def _recover(self, until_s: float, *, is_patient: bool) -> None:
         try:
-            await self._recoverer.run(until_s)
+            await self._recoverer.run(until_s, is_patient=is_patient)
         except Interrupted:
             self._check_open()
         except (RequestError, StepFailed):
@@ -329,7 +329,7 @@ class RemoteSession:
     def _forget_stages(self) -> None:
         """What stages hold counts no longer: all of it is computed again."""
         self._ledger.rebase(range(self.terms.sequences))
-        self._recoverer.is_due = True
+        self._recoverer.start_over()
 
     async def restore(self, past: Sequence[Sequence[Entry]], within_s: float | None = None) -> None:
         """Hold these entries in sequences 0, 1, ...: all stages compute them.
@@ -349,21 +349,27 @@ class RemoteSession:
             self._lock.release()
 
     async def _take_care(self) -> None:
-        """See to what happens while no step runs, so that stages need not be rebuilt later."""
-        circuit = self._circuit
-        now = asyncio.get_running_loop().time
+        """See to what happens while no step runs, so that stages need not be rebuilt later.
+
+        It tries for a while, but never keeps a step waiting for servers to join.
+        """
+        circuit, now = self._circuit, asyncio.get_running_loop().time
+        since_s = now()
         while True:
+            tries = self._recoverer.is_due and now() < since_s + self._settings.recovery_s
             try:
-                async with asyncio.timeout(PAUSE_S if self._moving.is_due else None):
+                async with asyncio.timeout(PAUSE_S if tries or self._moving.is_due else None):
                     await circuit.alarm.wait()
             except TimeoutError:
-                _log.debug("looking again for who takes over")
+                _log.debug("trying again while no step runs")
+            if not self._recoverer.is_due:
+                since_s = now()
             try:
                 async with self._lock:
-                    await self._settle(now() + self._settings.recovery_s)
+                    await self._settle(now() + self._settings.step_s, is_patient=False)
             except BloomBeeError as error:
                 circuit.alarm.clear()
-                _log.info("the session waits for its next step to recover: %s", error)
+                _log.info("the session is not whole: %s", error)
 
     async def close(self) -> None:
         """Free the session on every stage. Never raises; may be called again."""

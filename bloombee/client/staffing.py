@@ -20,6 +20,8 @@ _log = logging.getLogger(__name__)
 
 REDIAL_S = 1.0
 """For a peer whose stream broke to take another: it may hold the session still."""
+TAKE_OVER_S = 5.0
+"""For a peer that could take lost blocks to be reached."""
 WIDEN_AFTER = 4
 """Vain looks for holders of lost blocks before stages that live are given up for others."""
 
@@ -124,7 +126,8 @@ class Staffing:
             found = await self._around.holders(span, self._terms, busy=busy, fresh=fresh)
             new = [Seat(holder.stage, holder.endpoints) for holder in found]
             await self._free(run, {seat.peer for seat in new})
-            failed = await dial(self._circuit, new, self._around, self._around.settings.connect_s)
+            limit_s = min(TAKE_OVER_S, self._around.settings.connect_s)
+            failed = await dial(self._circuit, new, self._around, limit_s)
             if not failed:
                 break
             fresh = True

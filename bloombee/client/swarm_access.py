@@ -68,37 +68,40 @@ class SwarmAccess:
         session is too large for its servers, KVFull when they have no room in
         `settings.queue_s`, or what the last route tried failed of.
         """
-        failed: set[PeerId] = set()
         full: set[PeerId] = set()
         failure: BloomBeeError | None = None
-        queue_until_s = asyncio.get_running_loop().time() + self.settings.queue_s
-        for _ in range(self.settings.route_attempts):
-            wait_s = 0.0
+        now = asyncio.get_running_loop().time
+        give_up_s, queue_until_s = now() + self.settings.open_s, now() + self.settings.queue_s
+        for attempt in itertools.count():
+            queueing: Queueing | None = None
             try:
-                holders = await self._route(terms, failed | full, fresh=failure is not None)
+                holders = await self._route(terms, full, fresh=failure is not None)
             except SwarmError as error:
-                if not full:
+                if full:
+                    queueing = Queueing(wait_s=max(queue_until_s - now(), 0.0))
+                    holders = await self._route(terms, set(), fresh=False)
+                elif failure is None or now() >= give_up_s:
                     self._seen = None
                     raise (failure or error) from error
-                wait_s = max(queue_until_s - asyncio.get_running_loop().time(), 0.0)
-                holders = await self._route(terms, failed, fresh=False)
+                else:
+                    await asyncio.sleep(_pause_s(attempt))
+                    continue
             session = RemoteSession(holders, terms, self, tasks, embed)
             try:
-                await session.open(wait_s)
+                await session.open(queueing or Queueing())
             except StageFailure as stage:
                 failure = stage.error
-                if not failure.retry or (wait_s and isinstance(failure, KVFull)):
+                if isinstance(failure, KVFull) and queueing is None:
+                    full.add(stage.peer)
+                elif isinstance(failure, KVFull) or not _passes(failure) or now() >= give_up_s:
                     raise failure from None
+                else:
+                    self.health.failed(stage.peer, now())
+                    await asyncio.sleep(_pause_s(attempt))
                 _log.info("trying another route: %s", failure)
-                self._leave_out(stage, full if isinstance(failure, KVFull) else failed)
             else:
                 return session
-        raise failure or SwarmError("no route was tried: set route_attempts to 1 or more")
-
-    def _leave_out(self, stage: StageFailure, among: set[PeerId]) -> None:
-        among.add(stage.peer)
-        if not isinstance(stage.error, KVFull):
-            self.health.failed(stage.peer, asyncio.get_running_loop().time())
+        raise SwarmError("no route was tried")
 
     async def _route(
         self, terms: SessionTerms, exclude: set[PeerId], *, fresh: bool

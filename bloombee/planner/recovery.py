@@ -138,7 +138,7 @@ class Casebook:
         self._attempts = 0
 
     def progress(self) -> None:
-        """A step was answered: what comes now is a new case."""
+        """A step was answered, or given up: what comes now is a new case."""
         if self._attempts:
             self._seen.clear()
             self._failures = self._attempts = 0
@@ -151,8 +151,7 @@ class Casebook:
         for symptom in worst:
             peer = peers[symptom.stage]
             self._seen[symptom.trouble, peer] += 1
-            self._failures += symptom.trouble is Trouble.FAILED
-            if symptom.trouble is Trouble.REQUEST or self._failures >= FAILURES_OF_A_STEP:
+            if self._is_hopeless(symptom):
                 hopeless = symptom
             elif symptom.trouble is Trouble.HOP:
                 self._relink(cares, symptom.stage, self._seen[Trouble.HOP, peer])
@@ -163,6 +162,12 @@ class Casebook:
             cares = [_FINE] * len(peers)
         self._attempts += 1
         return Treatment(tuple(cares), self._pause_s(), hopeless)
+
+    def _is_hopeless(self, symptom: Symptom) -> bool:
+        if symptom.trouble is Trouble.FAILED:
+            self._failures += 1
+            return self._failures >= FAILURES_OF_A_STEP
+        return symptom.trouble is Trouble.REQUEST
 
     def _cares(self, symptom: Symptom, peer: PeerId) -> Cares:
         times = self._seen[symptom.trouble, peer]
