@@ -131,21 +131,38 @@ class DirectListener:
 
 @dataclass(eq=False)
 class _Connection:
-    """A channel to one endpoint, its streams, and whether new ones may join."""
+    """A channel to one endpoint, its streams and dials, and whether new ones may join."""
 
     channel: grpc.aio.Channel
     open: grpc.aio.StreamStreamMultiCallable[Any, Any]
     streams: set[PumpedStream] = field(default_factory=set[PumpedStream])
+    dials: int = 0
     retired: bool = False
+
+    @property
+    def used(self) -> bool:
+        """Whether a stream or a dial needs it."""
+        return bool(self.streams or self.dials)
 
 
 @dataclass
 class _Slot:
-    """One dialer's way to one endpoint; the lock makes concurrent dials share it."""
+    """One dialer's way to one endpoint; the lock makes concurrent dials share it.
 
+    It is dropped when it is `idle` for long, and at once when no connection stands.
+    """
+
+    endpoint: Endpoint
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     connection: _Connection | None = None
     certificate_pem: bytes = b""
+    dials: int = 0
+    idle: asyncio.TimerHandle | None = None
+
+    @property
+    def used(self) -> bool:
+        """Whether a stream or a dial needs it."""
+        return bool(self.dials) or (self.connection is not None and self.connection.used)
 
 
 class DirectDialer:
@@ -167,18 +184,31 @@ class DirectDialer:
         """
         if self._closed:
             raise TransportError("the dialer is closed")
+        slot = self._slots.setdefault(endpoint, _Slot(endpoint))
+        slot.dials += 1
         try:
             async with asyncio.timeout(deadline_s):
-                connection = await self._connection(endpoint, deadline_s)
-                call = await self._call(endpoint, connection)
+                return await self._dial(slot, deadline_s)
         except TimeoutError:
             raise DeadlineExceeded(
                 f"{endpoint.address} did not answer within {deadline_s:g} s"
             ) from None
-        window = self._windows.window(connection)
-        stream = PumpedStream(ClientWire(call, endpoint.address), window, self._limits)
-        connection.streams.add(stream)
-        self._pumps.spawn(self._pump_in(stream, connection))
+        finally:
+            slot.dials -= 1
+            self._settle(slot)
+
+    async def _dial(self, slot: _Slot, deadline_s: float) -> PumpedStream:
+        connection = await self._connection(slot, deadline_s)
+        connection.dials += 1
+        try:
+            call = await self._call(slot, connection)
+            wire = ClientWire(call, slot.endpoint.address)
+            stream = PumpedStream(wire, self._windows.window(connection), self._limits)
+            connection.streams.add(stream)
+        finally:
+            connection.dials -= 1
+            await self._close_unused(connection)
+        self._pumps.spawn(self._pump_in(stream, slot, connection))
         self._pumps.spawn(stream.pump_out())
         return stream
 
@@ -189,20 +219,22 @@ class DirectDialer:
             if not stream.closed:
                 stream.abort(TransportError("the dialer was closed"))
         await self._pumps.stop(_SETTLING_S)
-        for connection in self._connections:
+        for connection in tuple(self._connections):
             await connection.channel.close()
         self._connections.clear()
+        for slot in self._slots.values():
+            if slot.idle is not None:
+                slot.idle.cancel()
         self._slots.clear()
         self._windows.close()
         await asyncio.sleep(_DRAINING_S)
 
-    async def _connection(self, endpoint: Endpoint, deadline_s: float) -> _Connection:
-        slot = self._slots.setdefault(endpoint, _Slot())
+    async def _connection(self, slot: _Slot, deadline_s: float) -> _Connection:
         async with slot.lock:
             if not slot.certificate_pem:
-                slot.certificate_pem = await certificates.fetch(endpoint, deadline_s)
+                slot.certificate_pem = await certificates.fetch(slot.endpoint, deadline_s)
             if slot.connection is None:
-                slot.connection = self._open(endpoint, slot.certificate_pem)
+                slot.connection = self._open(slot.endpoint, slot.certificate_pem)
                 self._connections.add(slot.connection)
             return slot.connection
 
@@ -214,37 +246,59 @@ class DirectDialer:
         )
         return _Connection(channel, channel.stream_stream(f"/{SERVICE}/{METHOD}"))
 
-    async def _call(self, endpoint: Endpoint, connection: _Connection) -> Call:
+    async def _call(self, slot: _Slot, connection: _Connection) -> Call:
         """A call that the server has answered; cancelled when we don't return it."""
+        address = slot.endpoint.address
         call = connection.open()
         try:
             await call.initial_metadata()
-            if call.done() and (error := await failure(call, endpoint.address)) is not None:
-                await self._retire(endpoint, connection)
+            if call.done() and (error := await failure(call, address)) is not None:
+                self._retire(slot, connection)
                 raise error
         except BaseException:
             call.cancel()
             raise
         if not connection.streams:  # the first one, or the first after the connection broke
-            congestion.prefer_cubic_connected(*certificates.split_address(endpoint.address))
+            congestion.prefer_cubic_connected(*certificates.split_address(address))
         return call
 
-    async def _retire(self, endpoint: Endpoint, connection: _Connection) -> None:
+    @staticmethod
+    def _retire(slot: _Slot, connection: _Connection) -> None:
         """Let the next dial connect anew instead of waiting out gRPC's backoff."""
         connection.retired = True
-        slot = self._slots.get(endpoint)
-        if slot is not None and slot.connection is connection:
+        if slot.connection is connection:
             slot.connection = None
-        await self._close_unused(connection)
 
-    async def _pump_in(self, stream: PumpedStream, connection: _Connection) -> None:
+    def _settle(self, slot: _Slot) -> None:
+        """Drop what no dial and no stream needs any more: now, or when it has been idle."""
+        if slot.idle is not None:
+            slot.idle.cancel()
+            slot.idle = None
+        if slot.used or self._closed:
+            return
+        if slot.connection is None:
+            self._drop(slot)
+        else:
+            loop = asyncio.get_running_loop()
+            slot.idle = loop.call_later(self._limits.idle_s, self._drop, slot)
+
+    def _drop(self, slot: _Slot) -> None:
+        if slot.used:
+            return
+        self._slots.pop(slot.endpoint, None)
+        if slot.connection is not None:
+            slot.connection.retired = True
+            self._pumps.spawn(self._close_unused(slot.connection))
+
+    async def _pump_in(self, stream: PumpedStream, slot: _Slot, connection: _Connection) -> None:
         try:
             await stream.pump_in()
         finally:
             connection.streams.discard(stream)
+            self._settle(slot)
             await self._close_unused(connection)
 
     async def _close_unused(self, connection: _Connection) -> None:
-        if connection.retired and not connection.streams:
+        if connection.retired and not connection.used and connection in self._connections:
             self._connections.discard(connection)
             await connection.channel.close()

@@ -27,6 +27,7 @@ METHOD = "Open"
 # What aio raises when a call ended before or during an operation.
 _ENDED = (
     grpc.RpcError,
+    grpc.aio.AbortError,
     grpc.aio.UsageError,
     grpc.aio.InternalError,
     asyncio.InvalidStateError,

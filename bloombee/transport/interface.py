@@ -132,12 +132,14 @@ class TransportLimits:
     `queue_bytes`: how much one stream buffers in each direction before `send` waits.
     Keep-alives go every `keepalive_s` on a connection over which we have sent a
     frame of `keepalive_from_bytes` or more, until `keepalive_after_s` after our
-    last frame: what fits the initial window needs none.
+    last frame: what fits the initial window needs none. A connection without streams
+    is closed after `idle_s`.
     """
 
     max_frame_bytes: int = 64 << 20
     queue_bytes: int = 4 << 20
     linger_s: float = 5.0
+    idle_s: float = 60.0
     keepalive_s: float = 0.1
     keepalive_after_s: float = 10.0
     keepalive_from_bytes: int = 4096

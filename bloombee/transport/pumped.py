@@ -62,6 +62,7 @@ class PumpedStream:
         self._incoming = FrameQueue(limits.queue_bytes)
         self._closed = False
         self._flushed = asyncio.Event()
+        self._hangs_up: asyncio.TimerHandle | None = None
         window.join(self)
 
     @property
@@ -107,7 +108,8 @@ class PumpedStream:
             self.abort(TransportError(f"{self.remote} did not read what was sent"))
         else:
             # The other side may leave its end open: it has had what we sent.
-            asyncio.get_running_loop().call_later(self._limits.linger_s, self._wire.cancel)
+            loop = asyncio.get_running_loop()
+            self._hangs_up = loop.call_later(self._limits.linger_s, self._wire.cancel)
 
     def abort(self, error: BloomBeeError) -> None:
         """Break it for both ends at once; what was not read is lost."""
@@ -139,6 +141,8 @@ class PumpedStream:
         finally:
             self._lose(TransportError(f"the connection to {self.remote} broke"))
             self._window.leave(self)
+            if self._hangs_up is not None:
+                self._hangs_up.cancel()
 
     async def pump_out(self) -> None:
         """Move frames from `send` until we, the other side or the connection has ended."""
