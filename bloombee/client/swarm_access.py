@@ -1,9 +1,9 @@
 """From "a session of this size" to an open session: look, choose a route, open, try another.
 
 Servers die and fill up between two looks at the swarm. A peer that does not
-answer, is stopping, or is full is left out and another route is tried, a few
-times; what the request itself is wrong about is raised at once. When all that hold
-some blocks are full, the session queues for their KV.
+answer, is stopping, or is full is left out and another route is tried, for as long as
+opening may take; what the request itself is wrong about is raised at once. When all
+that hold some blocks are full, the session queues for their KV.
 """
 
 from __future__ import annotations
@@ -24,7 +24,15 @@ from bloombee.client.surroundings import Holder
 from bloombee.client.terms import SessionTerms
 from bloombee.config.client import ClientSettings
 from bloombee.core import PeerId, Span
-from bloombee.errors import BloomBeeError, DeadlineExceeded, KVFull, RequestError, SwarmError
+from bloombee.errors import (
+    BloomBeeError,
+    DeadlineExceeded,
+    KVFull,
+    ProtocolError,
+    RequestError,
+    SwarmError,
+    VersionMismatch,
+)
 from bloombee.planner.recovery import PeerHealth
 from bloombee.swarm.view import SwarmSnapshot
 from bloombee.transport.interface import Endpoint
@@ -33,6 +41,31 @@ _log = logging.getLogger(__name__)
 
 STALE_S = 30.0
 """How old a look may be whose servers take over lost blocks at once."""
+PROMPT_ATTEMPTS = 2
+FIRST_PAUSE_S = 0.1
+LONGEST_PAUSE_S = 1.0
+"""Between attempts to open a session."""
+
+
+@dataclass(slots=True)
+class _Search:
+    """The search for one open session: until when, who was full, what failed last.
+
+    `queue_s` is how long the route that was found last may queue for KV, None: not yet.
+    """
+
+    until_s: float
+    queue_until_s: float
+    full: set[PeerId] = field(default_factory=set[PeerId])
+    failure: BloomBeeError | None = None
+    failures: int = 0
+    queue_s: float | None = None
+
+    def pause_s(self) -> float:
+        """Before the next attempt; none at first, then longer and longer."""
+        if self.failures < PROMPT_ATTEMPTS:
+            return 0.0
+        return min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** min(self.failures - PROMPT_ATTEMPTS, 20))
 
 
 @dataclass
@@ -68,40 +101,49 @@ class SwarmAccess:
         session is too large for its servers, KVFull when they have no room in
         `settings.queue_s`, or what the last route tried failed of.
         """
-        full: set[PeerId] = set()
-        failure: BloomBeeError | None = None
-        now = asyncio.get_running_loop().time
-        give_up_s, queue_until_s = now() + self.settings.open_s, now() + self.settings.queue_s
-        for attempt in itertools.count():
-            queueing: Queueing | None = None
-            try:
-                holders = await self._route(terms, full, fresh=failure is not None)
-            except SwarmError as error:
-                if full:
-                    queueing = Queueing(wait_s=max(queue_until_s - now(), 0.0))
-                    holders = await self._route(terms, set(), fresh=False)
-                elif failure is None or now() >= give_up_s:
-                    self._seen = None
-                    raise (failure or error) from error
-                else:
-                    await asyncio.sleep(_pause_s(attempt))
-                    continue
+        now_s = asyncio.get_running_loop().time()
+        search = _Search(now_s + self.settings.open_s, now_s + self.settings.queue_s)
+        while True:
+            holders = await self._find(search, terms)
             session = RemoteSession(holders, terms, self, tasks, embed)
             try:
-                await session.open(queueing or Queueing())
+                await session.open(search.queue_s or 0.0)
             except StageFailure as stage:
-                failure = stage.error
-                if isinstance(failure, KVFull) and queueing is None:
-                    full.add(stage.peer)
-                elif isinstance(failure, KVFull) or not _passes(failure) or now() >= give_up_s:
-                    raise failure from None
-                else:
-                    self.health.failed(stage.peer, now())
-                    await asyncio.sleep(_pause_s(attempt))
-                _log.info("trying another route: %s", failure)
+                self._learn(search, stage)
             else:
                 return session
-        raise SwarmError("no route was tried")
+            await asyncio.sleep(search.pause_s())
+
+    async def _find(self, search: _Search, terms: SessionTerms) -> list[Holder]:
+        """The best route as of now; waits for one where those that there were have failed."""
+        now = asyncio.get_running_loop().time
+        while True:
+            search.queue_s = None
+            try:
+                return await self._route(terms, search.full, fresh=search.failure is not None)
+            except SwarmError as error:
+                if search.full:
+                    search.queue_s = max(search.queue_until_s - now(), 0.0)
+                    return await self._route(terms, set(), fresh=False)
+                if search.failure is None or now() >= search.until_s:
+                    self._seen = None
+                    raise (search.failure or error) from error
+            await asyncio.sleep(search.pause_s())
+
+    def _learn(self, search: _Search, stage: StageFailure) -> None:
+        """Note why a route could not be opened; raises what no other route would mend."""
+        now_s, error = asyncio.get_running_loop().time(), stage.error
+        search.failure = error
+        if isinstance(error, KVFull):
+            if search.queue_s is not None:
+                raise error from None
+            search.full.add(stage.peer)
+        elif now_s >= search.until_s or not _may_pass(error):
+            raise error from None
+        else:
+            search.failures += 1
+            self.health.failed(stage.peer, now_s)
+        _log.info("trying another route: %s", error)
 
     async def _route(
         self, terms: SessionTerms, exclude: set[PeerId], *, fresh: bool
@@ -167,6 +209,12 @@ class SwarmAccess:
         records = snapshot.select(fingerprint=terms.fingerprint).records or snapshot.records
         route = choose_route(records, demand, tie_break=self.tie_break, exclude=exclude, busy=busy)
         return [Holder(stage, _endpoints(snapshot, stage.peer)) for stage in route.stages]
+
+
+def _may_pass(error: BloomBeeError) -> bool:
+    """Whether another server, or this one later, could do what failed here."""
+    garbled = isinstance(error, ProtocolError) and not isinstance(error, VersionMismatch)
+    return error.retry or garbled
 
 
 def _endpoints(snapshot: SwarmSnapshot, peer: PeerId) -> tuple[Endpoint, ...]:
