@@ -394,7 +394,10 @@ class Describe(Message, frozen=True, array_like=True, tag=True):
 
 
 class Description(Message, frozen=True, array_like=True, tag=True):
-    """What a server is doing now (for status pages and planners)."""
+    """What a server is doing now (for status pages and planners).
+
+    `waiting` requests queue for KV; `parked` sessions wait in host memory to come back.
+    """
 
     peer: Text
     version: Text
@@ -409,6 +412,8 @@ class Description(Message, frozen=True, array_like=True, tag=True):
     sessions: U32
     steps: U63
     uptime_s: float
+    waiting: U32 = 0
+    parked: U32 = 0
 
 
 AnyMessage = (

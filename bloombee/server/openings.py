@@ -14,10 +14,10 @@ from dataclasses import dataclass
 
 from bloombee.errors import BloomBeeError, PeerStopping
 from bloombee.protocol.messages import Open, Opened, Source
+from bloombee.server.admission import Admission
 from bloombee.server.carried import Carried
 from bloombee.server.carried import Terms as CarriedTerms
 from bloombee.server.downstream import Downstream
-from bloombee.server.executor import Executor
 from bloombee.server.holdings import Holdings, carried_terms
 from bloombee.server.leases import Lease
 from bloombee.server.sending import Sending
@@ -42,7 +42,7 @@ class OpeningParts:
     offer: Offer
     limits: Limits
     sessions: Sessions
-    executor: Executor
+    admission: Admission
     sending: Sending
     downstream: Downstream
     tasks: BackgroundTasks
@@ -164,7 +164,8 @@ class Openings:
         # Until all of it is here, another epoch must start empty.
         session.holds = False
         terms = carried_terms(session.id, session.context, session.wire_dtype)
-        carried = await self._parts.fetch(terms, opening.source)
+        async with self._parts.admission.use(session.id, 0):
+            carried = await self._parts.fetch(terms, opening.source)
         if carried is not None:
             try:
                 session.held.restore(carried)
@@ -183,9 +184,11 @@ class Openings:
     async def _reserve(self, session: Session, wait_s: float) -> int:
         """KV for the session's terms; the tokens that are free after it."""
         terms = session.context.terms
-        return await self._parts.executor.reserve(session.id, terms.sequences, terms.max_length)
+        return await self._parts.admission.reserve(
+            session.owner, session.id, terms.sequences, terms.max_length, wait_s
+        )
 
     def _free(self, session: Session) -> asyncio.Future[None]:
         """Everything the session has reserved, if anything."""
         session.holds = False
-        return self._parts.executor.free(session.id)
+        return self._parts.admission.free(session.id)

@@ -18,6 +18,7 @@ from bloombee.errors import BloomBeeError, PeerStopping
 from bloombee.kv.interface import KVPool
 from bloombee.protocol.failures import to_message
 from bloombee.protocol.messages import Description
+from bloombee.server.admission import Admission
 from bloombee.server.client_stream import ClientParts, ClientStreams
 from bloombee.server.device import decode_tokens_per_s
 from bloombee.server.downstream import Downstream, LinkParts
@@ -74,11 +75,12 @@ class StageServer:
         self._payloads = Payloads()
         self._uptime = Stopwatch()
         self._tasks = BackgroundTasks()
+        self.admission = Admission(self.executor, parts.pool, parts.limits)
         throttle = Throttle(parts.limits.max_messages_per_s)
         sending = Sending(parts.identity.peer_id, self._payloads, self.telemetry)
         self._steps = Steps(
             StepParts(
-                executor=self.executor,
+                admission=self.admission,
                 payloads=self._payloads,
                 throttle=throttle,
                 telemetry=self.telemetry,
@@ -120,7 +122,7 @@ class StageServer:
                 offer=parts.offer,
                 limits=parts.limits,
                 sessions=self.sessions,
-                executor=self.executor,
+                admission=self.admission,
                 sending=sending,
                 downstream=downstream,
                 tasks=self._tasks,
@@ -187,6 +189,8 @@ class StageServer:
             sessions=len(self.sessions),
             steps=self._steps.taken,
             uptime_s=self._uptime.elapsed_s,
+            waiting=self.admission.waiting,
+            parked=self.admission.parked,
         )
 
 

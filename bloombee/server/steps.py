@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Literal
 
@@ -21,7 +22,7 @@ from bloombee.compression import torch_dtype
 from bloombee.core import PackedTable, PeerId, Phase
 from bloombee.errors import BloomBeeError, DeadlineExceeded, ProtocolError, StepFailed
 from bloombee.protocol.messages import Acknowledged, Operations, Replay, Step
-from bloombee.server.executor import Executor
+from bloombee.server.admission import Admission
 from bloombee.server.payloads import Payloads
 from bloombee.server.sequences import Taken
 from bloombee.server.sessions import Arrived, Asked, Finished, Refused, Session
@@ -31,12 +32,15 @@ from bloombee.server.validation import NO_OPERATIONS, check_replay, check_step, 
 from bloombee.server.work import Outcome, StepWork
 from bloombee.telemetry import Registry, now_us
 
+REFUSAL_S = 0.05
+"""Before a step's time is up, for the word that its KV can't be brought back."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepParts:
     """What steps pass through."""
 
-    executor: Executor
+    admission: Admission
     payloads: Payloads
     throttle: Throttle
     telemetry: Registry
@@ -71,7 +75,7 @@ class Steps:
             session.backlog
             or delay_s
             or not self._payloads.is_quick(step.payload, payload)
-            or self._is_away(session)
+            or self._parts.admission.is_away(session.id)
             or not window.try_enter(payload.nbytes)
         ):
             self._line_up(session, arrived)
@@ -103,16 +107,18 @@ class Steps:
         while session.backlog:
             arrived = session.backlog[0]
             try:
-                async with asyncio.timeout_at(_deadline(arrived.expires_s)):
+                async with (
+                    asyncio.timeout_at(_deadline(arrived.expires_s)),
+                    self._kept(session, arrived),
+                ):
                     rows = await self._turn(session, arrived)
+                    await session.window.enter(arrived.payload.nbytes)
+                    self._take(session, arrived, rows)
             except TimeoutError:
                 error = DeadlineExceeded(_too_late(arrived.step))
                 self._give_up(session, arrived, error)
             except BloomBeeError as error:
                 self._give_up(session, arrived, error)
-            else:
-                await session.window.enter(arrived.payload.nbytes)
-                self._take(session, arrived, rows)
             session.backlog.popleft()
 
     async def _turn(self, session: Session, arrived: Arrived) -> Float[torch.Tensor, "T D"]:
@@ -121,18 +127,15 @@ class Steps:
         if arrived.not_before_s > now_s:
             await asyncio.sleep(arrived.not_before_s - now_s)
         check_step(arrived.step, session.context)
-        if self._is_away(session):
-            await self._bring_back(session)
         return await self._payloads.decode(arrived.step.payload, arrived.payload)
 
-    # Where sessions whose KV is not in the pool come back.
+    def _kept(self, session: Session, arrived: Arrived) -> AbstractAsyncContextManager[None]:
+        """The session's KV is in the pool inside, brought back if it was parked.
 
-    def _is_away(self, session: Session) -> bool:
-        """Whether a step has to wait for its session's KV."""
-        return False
-
-    async def _bring_back(self, session: Session) -> None:
-        """Put the KV into the pool; raises why it can't."""
+        Gives up early enough to say so.
+        """
+        left_s = arrived.expires_s - asyncio.get_running_loop().time()
+        return self._parts.admission.use(session.id, left_s - REFUSAL_S)
 
     def _give_up(self, session: Session, arrived: Arrived, error: BloomBeeError) -> None:
         session.window.forget(arrived.payload.nbytes)
@@ -212,7 +215,7 @@ class Steps:
             put(Finished(step, outcome, size, taken_us, decode_us, expires_s))
 
         session.held.began()
-        self._parts.executor.submit(
+        self._parts.admission.submit(
             StepWork(
                 session=session.id,
                 step=step.step,

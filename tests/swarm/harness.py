@@ -38,7 +38,7 @@ from bloombee.protocol.messages import (
     Payload,
     Step,
 )
-from bloombee.server.executor import ExecutorSettings
+from bloombee.server.executor import Executor, ExecutorSettings
 from bloombee.server.stage import StageParts, StageServer
 from bloombee.server.validation import Limits, Offer
 from bloombee.swarm.connection import Connection, ConnectionSettings, connect
@@ -69,6 +69,7 @@ class StageSetup:
     offer: Offer
     limits: Limits = field(default_factory=Limits)
     pass_tokens: int = 512
+    make_executor: Callable[[Model, KVPool, ExecutorSettings], Executor] = Executor
 
 
 def counting_stage(kv_tokens: int = 1000, **changes: Any) -> StageSetup:
@@ -138,6 +139,7 @@ class Swarm:
                 model_name="tiny",
                 limits=setup.limits,
                 executor_settings=ExecutorSettings(pass_tokens=setup.pass_tokens),
+                make_executor=setup.make_executor,
             )
         )
         await stage.start()
@@ -231,19 +233,25 @@ class RawClient:
             )
             await link.send(msgspec.structs.replace(opening, **changes))
         opened = [await expect(link, Opened) for link in links]
-        return RawSession(session, secret, links, opened)
+        return RawSession(session, secret, links, opened, changes.get("epoch", 0))
 
 
 class RawSession:
     """One session on every stage of a route; `links` are the client's streams in order."""
 
     def __init__(
-        self, session: SessionId, secret: bytes, links: list[Connection], opened: list[Opened]
+        self,
+        session: SessionId,
+        secret: bytes,
+        links: list[Connection],
+        opened: list[Opened],
+        epoch: int = 0,
     ) -> None:
         self.id = session
         self.secret = secret
         self.links = links
         self.opened = opened
+        self.epoch = epoch
         self.steps = 0
 
     def message(
@@ -253,7 +261,7 @@ class RawSession:
         self.steps += 1
         step = Step(
             session=self.id,
-            epoch=0,
+            epoch=self.epoch,
             step=self.steps,
             phase="prefill",
             sequences=tuple(table),

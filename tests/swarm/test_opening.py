@@ -43,7 +43,7 @@ class TestOpening:
             ({"sequences": 17}, RequestError),
             ({"max_length": 501}, RequestError),
             ({"output": "logits"}, Unsupported),
-            ({"sequences": 3, "max_length": 400}, KVFull),
+            ({"sequences": 3, "max_length": 400}, RequestError),
         ],
     )
     def test_refused_and_asked_again(
