@@ -17,7 +17,9 @@ class ClientSettings(Settings):
     connect_s: Seconds = Field(
         default=10.0, description="to reach a server and agree on who is who"
     )
-    open_s: Seconds = Field(default=20.0, description="for all stages to open and link a session")
+    open_s: Seconds = Field(
+        default=20.0, description="for all stages to open a session, failed attempts included"
+    )
     step_s: Seconds = Field(
         default=180.0, description="for the answer to one step, recovery included"
     )
@@ -61,9 +63,6 @@ class ClientSettings(Settings):
         description="least tokens a step of a prompt carries when it is split for overlap",
     )
     payload_bytes: int = Field(default=16 << 20, ge=1, description="largest payload of one step")
-    route_attempts: int = Field(
-        default=3, ge=1, description="routes tried when servers don't answer"
-    )
     trace: bool = Field(
         default=False, description="ask every stage where each step's time went (model.traffic)"
     )

@@ -58,7 +58,7 @@ def client_settings() -> ClientSettings:
     """Deadlines that make runs short in virtual time, in the proportions of the defaults."""
     return ClientSettings(
         connect_s=3.0,
-        open_s=6.0,
+        open_s=25.0,
         step_s=90.0,
         stage_s=6.0,
         silence_s=3.0,
@@ -206,9 +206,12 @@ class World:
             return
         server.state = ServerState.LEAVING
         with process(server.name):
-            ending = self.loop.create_task(stage.stop(STOP_S))
+            ending = self.loop.create_task(self._end(server, stage))
             server.ends.append(ending)
-        await ending
+        await asyncio.wait((ending,))
+
+    async def _end(self, server: Server, stage: StageServer) -> None:
+        await stage.stop(STOP_S)
         if server.stage is stage:
             server.stage = None
             server.died_at = self.loop.time()
@@ -216,9 +219,17 @@ class World:
     async def restart(self, server: Server) -> None:
         """Start again what has ended."""
         if server.stage is None:
-            await asyncio.gather(*server.ends)
-            server.ends.clear()
-            await self.launch(server)
+            await self._ended(server)
+            if server.stage is None:
+                await self.launch(server)
+
+    async def _ended(self, server: Server) -> None:
+        """Wait until its former lives are over, without ending them if we are cancelled."""
+        if server.ends:
+            ends, server.ends = server.ends, []
+            await asyncio.wait(ends)
+            for end in ends:
+                end.result()
 
     async def heal(self) -> None:
         """Mend all links, thaw all processes, start all servers that don't run."""
@@ -233,7 +244,7 @@ class World:
             if server.model is not None:
                 server.model.failures.clear()
             if server.state is ServerState.LEAVING:
-                await asyncio.gather(*server.ends)
+                await self._ended(server)
             await self.restart(server)
 
     def peers(self) -> list[str]:
@@ -245,7 +256,8 @@ class World:
         for server in self.servers:
             if server.stage is not None:
                 server.ends.append(self.loop.create_task(server.stage.stop(STOP_S)))
-        await asyncio.gather(*itertools.chain.from_iterable(s.ends for s in self.servers))
+        for server in self.servers:
+            await self._ended(server)
 
     # What the DHT would say ----------------------------------------------------------
 
