@@ -80,6 +80,21 @@ class Costs:
             leave_busy_s=self.leave_busy_s[:, groups],
         )
 
+    def take(self, peers: NDArray[np.int64]) -> Costs:
+        """The costs of only these peers, in this order."""
+        groups = peers if self.enter_s.shape[1] > 1 else np.zeros(1, dtype=np.int64)
+        rows, grid = groups[:, None], peers[:, None]
+        return replace(
+            self,
+            stage_s=self.stage_s[:, peers],
+            hop_s=self.hop_s[:, grid, peers],
+            hop_busy_s=self.hop_busy_s[:, grid, peers],
+            enter_s=self.enter_s[:, rows, peers],
+            enter_busy_s=self.enter_busy_s[:, rows, peers],
+            leave_s=self.leave_s[:, rows, peers],
+            leave_busy_s=self.leave_busy_s[:, rows, peers],
+        )
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Priced:

@@ -42,10 +42,17 @@ class Found:
 
 
 def plan_order(
-    costs: Costs, order: Sequence[int], goal: Goal, bound: float = float("inf")
+    costs: Costs,
+    order: Sequence[int],
+    goal: Goal,
+    bound: float = float("inf"),
+    penalty_s: Floats | None = None,
 ) -> Found | None:
-    """The best plan whose used peers come in `order`; None when none scores below `bound`."""
-    table = _Table(costs, np.asarray(order, dtype=np.int64))
+    """The best plan whose used peers come in `order`; None when none scores below `bound`.
+
+    `penalty_s[p]` is added to the latency of every plan that uses peer p, and so to its score.
+    """
+    table = _Table(costs, np.asarray(order, dtype=np.int64), penalty_s)
     if goal is Goal.SUM:
         solved = table.solve(float("inf"))
         least = solved.least
@@ -79,9 +86,10 @@ def front(costs: Costs, order: Sequence[int]) -> list[tuple[float, float]]:
 class _Table:
     """The costs of one order, laid out for the recurrence once for all caps."""
 
-    def __init__(self, costs: Costs, order: Ints) -> None:
+    def __init__(self, costs: Costs, order: Ints, penalty_s: Floats | None = None) -> None:
         self._costs = costs
         self._order = order
+        self._penalty_s = None if penalty_s is None else penalty_s[order, None]
         spans = np.isfinite(costs.stage_s).reshape(-1, costs.blocks + 1)
         self._longest = int((spans * np.arange(costs.blocks + 1)).max(initial=1))
 
@@ -90,6 +98,8 @@ class _Table:
         limited = limit(self._costs, cap_s)
         order, last_block, longest = self._order, self._costs.blocks, self._longest
         stages = limited.stage_s[:, order]
+        if self._penalty_s is not None:
+            stages = stages + self._penalty_s
         hops = limited.hop_s[order[:, None], order]
         enter, leave = limited.enter_s[:, order].T, limited.leave_s[:, order].T
         reached = enter[:, :, None] + stages[FIRST][:, None, :]  # F[p, g, l]
