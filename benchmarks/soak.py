@@ -108,6 +108,7 @@ class Client:
 
     def _one(self, question: Question, tally: Tally) -> None:
         started = time.monotonic()
+        before = self._model.traffic
         found: list[list[int]] | None = None
         problem = ""
         try:
@@ -118,7 +119,8 @@ class Client:
         with tally.lock:
             tally.requests += 1
             tally.longest_s = max(tally.longest_s, time.monotonic() - started)
-            tally.recoveries += [each.seconds for each in traffic.recoveries]
+            if traffic is not before:  # it got as far as a session
+                tally.recoveries += [each.seconds for each in traffic.recoveries]
             if found is None:
                 tally.lost.append(f"{question}: {problem}")
                 return

@@ -207,12 +207,12 @@ def test_the_only_holder_comes_back(
         going = pool.submit(model.generate, prompt(SHORT), **arguments)
         # Children end with the thread that starts them, so this one restarts.
         wait_until(at.reached.is_set, 60.0)
-        wait_until(lambda: "waiting for" in caplog.text, 20.0)
+        wait_until(lambda: "waiting up to" in caplog.text, 20.0)
         assert not going.done()
         swarm.restart(1)
         found = going.result(60.0)
     assert found.tolist() == expected
-    waiting = [line for line in caplog.messages if "waiting for" in line]
+    waiting = [line for line in caplog.messages if "waiting up to" in line]
     assert "10:20" in waiting[0]
     wait_free(swarm)
 
