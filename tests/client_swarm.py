@@ -10,11 +10,12 @@ models from ordinary threads, as users do.
 
 from __future__ import annotations
 
+import itertools
 import random
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
@@ -35,7 +36,7 @@ from bloombee.swarm.view import SwarmSnapshot
 from bloombee.transport.memory import MemoryNetwork
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from bloombee.transport.interface import Endpoint
 
@@ -77,6 +78,8 @@ class ClientSwarm:
         self.stages: list[StageServer] = []
         self.extra_records: list[ServerRecord] = []
         self.lost: set[PeerId] = set()
+        self.clients: list[PeerId] = []
+        self.speeds: dict[str, float] = {}
         self._models: list[DistributedModelForCausalLM] = []
         self._ends = ModelEnds.load(self.source, dtype=self.dtype, device="cpu")
         with ExitStack() as stack:
@@ -96,9 +99,9 @@ class ClientSwarm:
             self.loop.run(stage.stop(1.0))
         self.loop.close()
 
-    def add(self, span: Span) -> StageServer:
-        """Start one more stage."""
-        identity = Identity.load_or_create(None)
+    def add(self, span: Span, identity: Identity | None = None) -> StageServer:
+        """Start one more stage, or another of the same `identity`."""
+        identity = identity or Identity.load_or_create(None)
         stage = StageServer(
             StageParts(
                 identity=identity,
@@ -128,6 +131,55 @@ class ClientSwarm:
         self.stages.append(stage)
         return stage
 
+    # Faults ------------------------------------------------------------------------------
+
+    def now(self, act: Callable[[], object]) -> None:
+        """Do something in the loop's thread, where network and stages live."""
+
+        async def call() -> None:
+            act()
+
+        self.loop.run(call())
+
+    def at_pass(self, stage: StageServer, number: int, act: Callable[[], object]) -> None:
+        """Do something, from the loop's thread, while `stage` computes its pass `number`."""
+        model: Any = stage._parts.model
+        forward, passes = model.forward, itertools.count()
+
+        def counted(*arguments: Any, **named: Any) -> torch.Tensor:
+            if next(passes) == number:
+                self.loop._loop.call_soon_threadsafe(act)
+            return forward(*arguments, **named)
+
+        model.forward = counted
+
+    def kill(self, stage: StageServer) -> None:
+        """End a stage as kill -9 would; call it in the loop's thread."""
+        self.network.kill(stage.endpoint.peer)
+
+    def freeze(self, stage: StageServer) -> None:
+        """Let nothing reach a stage and nothing leave it; call it in the loop's thread."""
+        peer = stage.endpoint.peer
+        others = [each.endpoint.peer for each in self.stages if each is not stage]
+        self.network.isolate(peer, [*others, *self.clients])
+
+    def restart(self, stage: StageServer) -> StageServer:
+        """Start a killed stage again, with nothing in its memory."""
+        self.now(lambda: self.network.revive(stage.endpoint.peer))
+        self.stages.remove(stage)
+        self.loop.run(stage.stop(1.0))
+        return self.add(stage.offer.span, stage._parts.identity)  # pyright: ignore[reportArgumentType] - it was made by us
+
+    def serving(self, model: DistributedModelForCausalLM, index: int) -> StageServer:
+        """The stage that holds part `index` of a model's newest session."""
+        assert model.route is not None
+        peer = model.route.stages[index].peer
+        return next(each for each in self.stages if each.endpoint.peer == peer)
+
+    def alive(self) -> list[StageServer]:
+        """The stages that were not killed."""
+        return [each for each in self.stages if each.endpoint.peer not in self.network._dead]
+
     async def look(self) -> SwarmSnapshot:
         """What a DHT would say."""
         records = [self.record(stage) for stage in self.stages]
@@ -147,7 +199,7 @@ class ClientSwarm:
             dtype=str(self.dtype).removeprefix("torch."),
             kv_tokens=self.size.kv_tokens,
             max_length=stage.offer.max_length,
-            throughput_tokens_per_s=100.0,
+            throughput_tokens_per_s=self.speeds.get(stage.endpoint.peer, 100.0),
             version="0",
             state=ServerState.ONLINE,
         )
@@ -156,6 +208,7 @@ class ClientSwarm:
         """A client of its own identity."""
         identity = Identity.load_or_create(None)
         dialer = self.network.dialer(identity.peer_id)
+        self.clients.append(identity.peer_id)
 
         async def to(endpoint: Endpoint) -> Connection:
             return await connect(

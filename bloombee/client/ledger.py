@@ -17,6 +17,7 @@ from bloombee.client.split import Part
 from bloombee.compression import Buffer
 from bloombee.protocol.messages import Operations, Output, Payload, Step
 
+NO_OPERATIONS = Operations()
 Answer = tuple[Output, memoryview]
 
 
@@ -65,15 +66,6 @@ class PendingStep:
             answered=answered,
             deadline_ms=standing.deadline_ms,
         )
-
-    @property
-    def touched(self) -> Iterable[int]:
-        """The sequences that it changes."""
-        operations = self.operations
-        yield from self.part.table.sequences
-        yield from (target for target, _ in operations.forks)
-        yield from (sequence for sequence, _ in operations.truncates)
-        yield from operations.releases
 
 
 class Ledger:
@@ -125,11 +117,20 @@ class Ledger:
         step = self._pending.pop(output.step, None)
         if step is None:
             return None
-        for sequence in step.touched:
+        for sequence in step.part.table.sequences:
             self.newest[sequence] = step.number
+        if step.operations is not NO_OPERATIONS:
+            self._touch(step)
         if not step.answer.done():
             step.answer.set_result((output, content))
         return step
+
+    def _touch(self, step: PendingStep) -> None:
+        operations = step.operations
+        named = [target for target, _ in operations.forks]
+        named += [sequence for sequence, _ in operations.truncates]
+        for sequence in (*named, *operations.releases):
+            self.newest[sequence] = step.number
 
     def unsent(self) -> None:
         """A new epoch: everything pending has to be sent again."""

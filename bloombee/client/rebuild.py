@@ -11,12 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from bloombee.client.ledger import PendingStep
+from bloombee.client.ledger import NO_OPERATIONS, PendingStep
 from bloombee.client.split import Part, part_tokens, split
 from bloombee.core import PackedTable
-from bloombee.protocol.messages import Operations
-
-_NO_OPERATIONS = Operations()
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,5 +84,5 @@ def _rows(lengths: Sequence[int], applied: Sequence[PendingStep]) -> Rows:
         table = step.part.table
         for sequence, first in zip(table.sequences, table.first_positions, strict=True):
             kept[sequence] = first
-    included = tuple(step.number for step in applied if step.operations != _NO_OPERATIONS)
+    included = tuple(step.number for step in applied if step.operations != NO_OPERATIONS)
     return Rows(tuple(kept), included)

@@ -26,7 +26,7 @@ from jaxtyping import Float
 from bloombee.client.circuit import Circuit, Interrupted, Seat
 from bloombee.client.heartbeat import keep_alive
 from bloombee.client.history import Entry, History
-from bloombee.client.ledger import Answer, Ledger, PendingStep, Standing
+from bloombee.client.ledger import NO_OPERATIONS, Answer, Ledger, PendingStep, Standing
 from bloombee.client.moving import PAUSE_S, Moving
 from bloombee.client.opening import Opening, StageFailure, dial, open_seats
 from bloombee.client.payloads import decode_rows, encode_rows
@@ -50,7 +50,6 @@ from bloombee.telemetry import now_us
 
 _log = logging.getLogger(__name__)
 
-NO_OPERATIONS = Operations()
 StepPhase = Literal["prefill", "decode", "verify"]
 
 _MS = 1000
