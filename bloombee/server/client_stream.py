@@ -106,12 +106,12 @@ class _ClientStream:
                 message, payload = received
                 if isinstance(message, Step):
                     self._take(session, message, payload)
-                    if not session.window.may_read:
-                        await self._hold(session)
                 elif isinstance(message, Close):
                     return True
                 else:
                     await self._hear(group, session, message)
+                if not session.window.may_read:
+                    await self._hold(session)
         except TransportError as error:
             logger.debug("client %s left: %s", self._client.remote, error)
         except ProtocolError as error:
@@ -150,6 +150,7 @@ class _ClientStream:
     def _take(self, session: Session, step: Step, payload: memoryview) -> None:
         if session.upstream is not None:
             error = ProtocolError("this stage gets its steps from the stage before it")
+            session.window.arrived()
             session.outbox.put_nowait(Refused(step, error))
             return
         session.fed_by_client = True

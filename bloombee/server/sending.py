@@ -47,6 +47,7 @@ class Sending:
                 await self._send(session, item)
             except BloomBeeError as error:  # a frame that can't be made: the step's own fault
                 await self._fail_item(session, item, error)
+            window.answered()
             if not isinstance(item, Finished | Refused | Asked):
                 continue
             if isinstance(item, Asked):

@@ -70,6 +70,7 @@ class Steps:
         delay_s = self._parts.throttle.delay_s(feeder, now_s)
         arrived = Arrived(step, payload, now_us(), now_s + delay_s, _expiry(step, now_s))
         window = session.window
+        window.arrived()
         window.read(payload.nbytes)
         if (
             session.backlog
@@ -85,6 +86,7 @@ class Steps:
     def replay(self, session: Session, message: Replay) -> None:
         """Have rows of the journal sent on. A bad request is answered."""
         now_s = asyncio.get_running_loop().time()
+        session.window.arrived()
         try:
             table = check_replay(message, session.context, is_last=session.next is None)
             self._check_going(session)

@@ -10,11 +10,15 @@ READ_BYTES = 192 << 20
 """What we read of it in all before we stop to read: signs of life come the same way."""
 
 
-class Window:
-    """Counts the bytes of a session that were read and not yet sent on.
+MESSAGES = 4096
+"""As many messages, whatever their size: what is kept of one takes about a kilobyte."""
 
-    What is over `limit_bytes` waits before it is computed; over `read_limit_bytes`,
-    no more is read. Anything fits an empty window.
+
+class Window:
+    """Counts the messages and bytes of a session that were read and not yet answered.
+
+    What is over `limit_bytes` waits before it is computed; over `read_limit_bytes`, or
+    MESSAGES, no more is read. Anything fits an empty window.
     """
 
     def __init__(
@@ -24,12 +28,22 @@ class Window:
         self._read_limit_bytes = read_limit_bytes
         self._read_bytes = 0
         self._used_bytes = 0
+        self._messages = 0
         self._changed = asyncio.Event()
 
     @property
     def may_read(self) -> bool:
         """Whether more may be read now."""
-        return self._read_bytes < self._read_limit_bytes
+        return self._read_bytes < self._read_limit_bytes and self._messages < MESSAGES
+
+    def arrived(self) -> None:
+        """A message was read that will be answered, or sent on."""
+        self._messages += 1
+
+    def answered(self) -> None:
+        """That is done."""
+        self._messages -= 1
+        self._changed.set()
 
     def read(self, count_bytes: int) -> None:
         """Something was read; it is to `enter` later."""

@@ -211,29 +211,57 @@ class TestLimitsOfAPeer:
         limits = Limits(max_messages_per_s=20)
         virtually(counting_stage(100, limits=limits), test=test, network=network)
 
-    def test_steps_that_come_too_fast_wait_in_bounded_memory(self) -> None:
+    def test_steps_that_come_too_fast_wait(self) -> None:
         async def test(s: Swarm) -> None:
             session = await s.client().open(s.route(), max_length=90)
-            sent = 0
 
             async def flood() -> None:
-                nonlocal sent
                 for position in range(80):
                     step = session.message(counting_rows(1), {0: (position, 1)})
                     await session.send(step, counting_rows(1))
-                    sent += 1
 
             async with asyncio.TaskGroup() as group:
-                flooding = group.create_task(flood())
-                outputs = 0
-                while outputs < 80:
+                group.create_task(flood())
+                for _ in range(80):
                     await session.output()
-                    outputs += 1
-                assert flooding.done()
-            assert now_s() >= 80 / 20 - 1.5
+            assert now_s() == pytest.approx((80 - 20) / 20, abs=0.2)
 
         limits = Limits(max_messages_per_s=20)
         virtually(counting_stage(100, limits=limits), test=test)
+
+    @pytest.mark.parametrize("max_messages_per_s", [20, 100_000])
+    def test_one_who_sends_and_never_listens_takes_bounded_memory(
+        self, max_messages_per_s: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Steps that wait, that are refused, and repeats: each leaves an answer to be sent."""
+        monkeypatch.setattr("bloombee.server.window.MESSAGES", 50)
+
+        async def test(s: Swarm) -> None:
+            session = await s.client().open(s.route(), max_length=90)
+            held = next(iter(s.stages[0].sessions))
+            sent = most = 0
+
+            async def flood() -> None:
+                nonlocal sent, most
+                good = session.message(counting_rows(1), {0: (0, 1)})
+                while True:
+                    bad = session.message(counting_rows(1), {0: (70, 1)})
+                    for step in (good, bad):
+                        await session.send(step, counting_rows(1))
+                        sent += 1
+                        most = max(most, len(held.backlog) + held.outbox.qsize())
+
+            async with asyncio.TaskGroup() as group:
+                flooding = group.create_task(flood())
+                await asyncio.sleep(30)
+                flooding.cancel()
+            assert 20 < most <= 50
+            # Besides those, two buffers of 4,096 bytes are full, of steps and of answers.
+            assert sent < 50 + 20 * 30 + 2 * 4096 / 30
+
+        network = MemoryNetwork(limits=TransportLimits(queue_bytes=4096))
+        limits = Limits(max_messages_per_s=max_messages_per_s)
+        virtually(counting_stage(100, limits=limits), test=test, network=network)
 
     def test_a_frame_too_large_ends_its_stream_and_no_other(self) -> None:
         async def test(s: Swarm) -> None:
