@@ -188,8 +188,11 @@ def _validate(model: type[Entry], value: object, where: str) -> Entry:
     try:
         return TypeAdapter(model).validate_python(value)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        raise SettingsError(f"{where}{_told(model, first)}") from error
+        # A misspelt key is also a missing one: the misspelling tells more.
+        found = sorted(
+            error.errors(include_url=False), key=lambda e: e["type"] != "extra_forbidden"
+        )
+        raise SettingsError(f"{where}{_told(model, found[0])}") from error
 
 
 def _told(model: type[Settings], detail: ErrorDetails) -> str:
@@ -202,7 +205,8 @@ def _told(model: type[Settings], detail: ErrorDetails) -> str:
         return f"{at} is required"
     if detail["type"] == "extra_forbidden":
         key = str(detail["loc"][-1])
-        return f"{at.removesuffix(key)}unknown key {key}{nearest(key, _keys(model, detail['loc']))}"
+        parent = at.removesuffix(key).rstrip(".: ")
+        return f"{parent}: unknown key {key}{nearest(key, _keys(model, detail['loc']))}"
     message = detail["msg"].removeprefix("Value error, ").replace("Input should be", "should be")
     got = "" if detail["type"] == "value_error" else f", got {detail['input']!r}"
     return f"{at}: {message.partition(', unable to parse')[0]}{got if len(got) < 70 else ''}"
