@@ -145,6 +145,7 @@ class _ClientStream:
                 async with asyncio.timeout(BEAT_S):
                     await session.window.room()
             except TimeoutError:
+                session.lease.heard_s = asyncio.get_running_loop().time()
                 await self._beat(session)
 
     def _take(self, session: Session, step: Step, payload: memoryview) -> None:
@@ -193,7 +194,7 @@ class _ClientStream:
         """Tell the client what it did wrong; its stream ends then."""
         session = self._session
         if session is not None and session.client is self._client:
-            await self._parts.sending.fail(session, error)
+            await self._parts.sending.fail(session, error, session.epoch)
 
     def _leave(self) -> None:
         """The stream has ended: a session that was opened waits for its client a little."""

@@ -10,10 +10,12 @@ import asyncio
 import logging
 from dataclasses import dataclass
 
+from bloombee.core import SessionId
 from bloombee.errors import BloomBeeError, HopLost, ProtocolError, TransportError
 from bloombee.protocol.failures import to_error
-from bloombee.protocol.messages import Attach, Attached, Beat, Failed, Hop
+from bloombee.protocol.messages import Attach, Attached, Beat, Failed
 from bloombee.protocol.pulse import Pulse
+from bloombee.server.onward import Onward
 from bloombee.server.sending import Sending
 from bloombee.server.sessions import Session
 from bloombee.swarm.connection import Connection, ConnectionSettings, Signer, connect
@@ -44,53 +46,44 @@ class Downstream:
     def __init__(self, parts: LinkParts) -> None:
         self._parts = parts
 
-    async def run(self, session: Session) -> None:
-        """Link `session` to its next stage, for as long as the epoch lasts."""
-        if session.next is None:
-            return
+    async def run(self, session: Session, onward: Onward) -> None:
+        """Link `session` to its next stage, for as long as the epoch of `onward` lasts."""
+        epoch = session.epoch
+        attach = Attach(session.id, session.secret, epoch)
         try:
-            link = await self._connect(session, session.next)
+            link = await self._connect(onward, attach)
             try:
-                session.linked(link)
-                await self._watch(session, link)
+                onward.stands(link)
+                await self._watch(onward, link, session.id)
             finally:
-                session.downstream = None
                 await link.close()
         except HopLost as error:
-            session.lost(error)
-            await self._parts.sending.fail(session, error)
+            onward.lose(error)
+            # A cancellation may have been lost on the way: the epoch may be over.
+            if session.onward is onward:
+                await self._parts.sending.fail(session, error, epoch)
 
-    async def _connect(self, session: Session, hop: Hop) -> Connection:
+    async def _connect(self, onward: Onward, attach: Attach) -> Connection:
         """A hop stream attached to the session at the next stage. Raises HopLost."""
+        hop, parts = onward.hop, self._parts
         endpoint = Endpoint(hop.peer, hop.address, hop.certificate_hash)
-        parts = self._parts
         try:
             link = await connect(
                 parts.dialer, endpoint, parts.identity, settings=parts.connection_settings
             )
         except BloomBeeError as error:
-            raise HopLost(f"can't reach {session.next_name}: {error}") from None
+            raise HopLost(f"can't reach {onward}: {error}") from None
         try:
-            await self._attach(session, link)
+            await _attach(link, attach)
         except BloomBeeError as error:
             await link.close()
-            raise HopLost(f"can't link to {session.next_name}: {error}") from None
+            raise HopLost(f"can't link to {onward}: {error}") from None
         except BaseException:
             await link.close()
             raise
         return link
 
-    async def _attach(self, session: Session, link: Connection) -> None:
-        await link.send(Attach(session.id, session.secret, session.epoch))
-        received = await link.receive(LINK_DEADLINE_S)
-        if received is None:
-            raise TransportError("it closed the stream")
-        if isinstance(received[0], Failed):
-            raise to_error(received[0])
-        if not isinstance(received[0], Attached):
-            raise ProtocolError(f"it answered {type(received[0]).__name__}")
-
-    async def _watch(self, session: Session, link: Connection) -> None:
+    async def _watch(self, onward: Onward, link: Connection, session: SessionId) -> None:
         """Exchange signs of life until the link is lost; then raise HopLost."""
         pulse = Pulse(SILENCE_S, asyncio.get_running_loop().time())
         try:
@@ -99,14 +92,25 @@ class Downstream:
                 await _listen(link, pulse)
         except* BloomBeeError as group_error:
             error = group_error.exceptions[0]
-            raise HopLost(f"lost {session.next_name}: {error}") from None
+            raise HopLost(f"lost {onward}: {error}") from None
 
 
-async def _beat(session: Session, link: Connection, pulse: Pulse) -> None:
+async def _attach(link: Connection, attach: Attach) -> None:
+    await link.send(attach)
+    received = await link.receive(LINK_DEADLINE_S)
+    if received is None:
+        raise TransportError("it closed the stream")
+    if isinstance(received[0], Failed):
+        raise to_error(received[0])
+    if not isinstance(received[0], Attached):
+        raise ProtocolError(f"it answered {type(received[0]).__name__}")
+
+
+async def _beat(session: SessionId, link: Connection, pulse: Pulse) -> None:
     while True:
         await asyncio.sleep(BEAT_S)
         number = pulse.beat(link.counters.bytes_sent)
-        await link.send(Beat(session.id, number))
+        await link.send(Beat(session, number))
 
 
 async def _listen(link: Connection, pulse: Pulse) -> None:

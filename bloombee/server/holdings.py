@@ -76,7 +76,8 @@ class Holdings:
             else Journal(context.terms.sequences, context.hidden_size, torch_dtype(dtype))
         )
         self.broken = ""
-        self.compute_us = 0
+        self._prefill_us = 0
+        self._prefill_tokens = 0
         self._width = context.hidden_size
         self._dtype: WireDtype = dtype
         self._computing = 0
@@ -87,6 +88,13 @@ class Holdings:
     def computing(self) -> int:
         """How many steps were taken and aren't computed yet."""
         return self._computing
+
+    @property
+    def replay_s(self) -> float:
+        """How long computing all it holds anew takes, as far as its prompts tell."""
+        if not self._prefill_tokens:
+            return 0.0
+        return sum(self.book.lengths) * self._prefill_us / self._prefill_tokens / 1e6
 
     async def quiet(self) -> None:
         """Wait until all steps taken are computed."""
@@ -104,7 +112,9 @@ class Holdings:
         self._computing -= 1
         if not self._computing:
             self._quiet.set()
-        self.compute_us += outcome.compute_us
+        if step.phase == "prefill":
+            self._prefill_us += outcome.compute_us
+            self._prefill_tokens += table.tokens
         if outcome.error is not None or outcome.rows is None:
             # The stages no longer agree on what the session holds.
             self.broken = self.broken or f"step {step.step} failed ({outcome.error})"

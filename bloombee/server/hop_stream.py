@@ -98,7 +98,7 @@ class HopStreams:
                     logger.debug("the stage before us: %s", message.message)
         except ProtocolError as error:
             if session.upstream is upstream:
-                await self._sending.fail(session, error)
+                await self._sending.fail(session, error, session.epoch)
             await upstream.send(to_message(error, session=session.id, epoch=session.epoch))
 
     async def _hold(self, session: Session, upstream: Connection) -> None:

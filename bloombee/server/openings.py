@@ -12,7 +12,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from bloombee.errors import BloomBeeError, PeerStopping
+from bloombee.errors import BloomBeeError, PeerStopping, RequestError
 from bloombee.protocol.messages import Open, Opened, Source
 from bloombee.server.admission import Admission
 from bloombee.server.carried import Carried
@@ -87,8 +87,8 @@ class Openings:
         first. Raises KVFull, RequestError, PeerStopping, TransportError.
         """
         await self._supersede(session)
-        if session.ended or session.epoch != opening.epoch:
-            return
+        if session.ended:
+            raise RequestError("the session has ended meanwhile: open it anew")
         await session.held.quiet()
         if not (opening.resume and session.holds and not session.held.broken):
             await self._start_empty(session, opening)
@@ -105,7 +105,9 @@ class Openings:
         self._parts.sessions.stands()
         tasks, parts = self._parts.tasks, self._parts
         session.keep_task(tasks.start(parts.sending.run(session), "sending on"))
-        session.keep_task(tasks.start(parts.downstream.run(session), "the link to the next stage"))
+        if (onward := session.onward) is not None:
+            link = parts.downstream.run(session, onward)
+            session.keep_task(tasks.start(link, "the link to the next stage"))
 
     async def end(self, session: Session) -> None:
         """Free what a session holds, and end its streams but its client's. Once is enough."""
@@ -156,7 +158,6 @@ class Openings:
         """Give up what it holds, and reserve anew; or take over what another server holds."""
         await self._free(session)
         session.held = self._empty(session)
-        session.halted = None
         session.free_tokens = await self._reserve(session, opening.wait_s)
         session.holds = True
         if opening.source is None or self._parts.fetch is None:
@@ -177,7 +178,7 @@ class Openings:
         session.holds = True
 
     def _empty(self, session: Session) -> Holdings:
-        return Holdings(session.context, session.wire_dtype, is_last=session.next is None)
+        return Holdings(session.context, session.wire_dtype, is_last=session.is_last)
 
     # The only places where KV is reserved and freed.
 

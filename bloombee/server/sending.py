@@ -45,7 +45,7 @@ class Sending:
             item = await outbox.get()
             try:
                 await self._send(session, item)
-            except BloomBeeError as error:  # a frame that can't be made: the step's own fault
+            except BloomBeeError as error:
                 await self._fail_item(session, item, error)
             window.answered()
             if not isinstance(item, Finished | Refused | Asked):
@@ -55,11 +55,8 @@ class Sending:
             else:
                 window.leave(item.payload_bytes)
 
-    async def fail(
-        self, session: Session, error: BloomBeeError, step: int = 0, epoch: int | None = None
-    ) -> None:
-        """Tell the session's client of an error, of one step or (0) of the session."""
-        epoch = session.epoch if epoch is None else epoch
+    async def fail(self, session: Session, error: BloomBeeError, epoch: int, step: int = 0) -> None:
+        """Tell the session's client of an error of `epoch`, of one step or (0) of the session."""
         if session.stands:
             await self.tell(session, to_message(error, session=session.id, epoch=epoch, step=step))
 
@@ -89,11 +86,11 @@ class Sending:
         match item:
             case Finished():
                 if item.outcome.error is not None:
-                    await self.fail(session, item.outcome.error, item.step.step)
+                    await self._fail_item(session, item, item.outcome.error)
                 elif item.outcome.rows is not None:
                     await self._result(session, item, item.outcome.rows)
             case Refused():
-                await self.fail(session, item.error, item.step.step, item.step.epoch)
+                await self._fail_item(session, item, item.error)
             case Asked():
                 await self._replay(session, item)
             case _:
@@ -101,12 +98,12 @@ class Sending:
 
     async def _fail_item(self, session: Session, item: Outgoing, error: BloomBeeError) -> None:
         match item:
-            case Finished():
-                await self.fail(session, error, item.step.step)
+            case Finished() | Refused():
+                await self.fail(session, error, item.step.epoch, item.step.step)
             case Asked():
-                await self.fail(session, error, item.replay.step)
+                await self.fail(session, error, item.replay.epoch, item.replay.step)
             case _:
-                await self.fail(session, error)
+                await self.fail(session, error, item.epoch)
 
     async def _result(
         self, session: Session, item: Finished, rows: Float[torch.Tensor, "R D"]
@@ -119,8 +116,8 @@ class Sending:
         timings = step.timings
         if step.trace:
             timings = (*timings, self._timing(item, started_us))
-        if ends_here or session.next is None:
-            output = Output(session.id, session.epoch, step.step, payload, timings)
+        if ends_here or session.is_last:
+            output = Output(session.id, step.epoch, step.step, payload, timings)
             if await self.tell(session, output, body):
                 session.sent_step = max(session.sent_step, step.step)
             return
@@ -143,7 +140,7 @@ class Sending:
         payload, body = await self._payloads.encode(rows, session.wire_dtype)
         step = Step(
             session=session.id,
-            epoch=session.epoch,
+            epoch=replay.epoch,
             step=replay.step,
             phase="prefill",
             sequences=replay.sequences,
@@ -167,16 +164,17 @@ class Sending:
 
         RequestError for more than a frame holds.
         """
-        link = session.downstream
-        if link is None or session.hop_lost is not None:
-            link = await session.link()
+        onward = session.onward
+        if onward is None:
+            raise RequestError("there is no stage after this one")
+        link = onward.link or await onward.wait()
         try:
             async with asyncio.timeout(SEND_DEADLINE_S):
                 await link.send(step, body)
         except TimeoutError:
-            raise HopLost(f"{session.next_name} took no step for {SEND_DEADLINE_S:g} s") from None
+            raise HopLost(f"{onward} took no step for {SEND_DEADLINE_S:g} s") from None
         except TransportError as error:
-            raise HopLost(f"lost {session.next_name}: {error}") from None
+            raise HopLost(f"lost {onward}: {error}") from None
         session.sent_step = max(session.sent_step, step.step)
 
     def _timing(self, finished: Finished, started_us: int) -> Timing:

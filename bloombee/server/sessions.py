@@ -17,15 +17,15 @@ from bloombee.core import PackedTable, PeerId, SessionId
 from bloombee.errors import (
     AuthError,
     BloomBeeError,
-    HopLost,
     ProtocolError,
     RequestError,
     StaleEpoch,
     Unsupported,
 )
-from bloombee.protocol.messages import Acknowledged, Attach, Hop, Open, Replay, Step, WireDtype
+from bloombee.protocol.messages import Acknowledged, Attach, Open, Replay, Step, WireDtype
 from bloombee.server.holdings import Holdings
 from bloombee.server.leases import Lease
+from bloombee.server.onward import Onward
 from bloombee.server.validation import Limits, StepContext
 from bloombee.server.window import Window
 from bloombee.server.work import Outcome
@@ -85,8 +85,8 @@ class Session:
 
     `holds` says that its KV is reserved and is what `held` describes; `stands` that
     the epoch has begun: its client knows, steps may come. `client` is the client's own
-    stream, None when that has ended. `downstream` leads to the next stage, `upstream`
-    comes from the one before; both are None where there is none.
+    stream, None when that has ended. `onward` leads to the next stage, `upstream` comes
+    from the one before; both are None where there is none.
     """
 
     def __init__(self, opening: Open, client: Connection, context: StepContext, lease: Lease):
@@ -95,7 +95,6 @@ class Session:
         self.lease = lease
         self.held = Holdings(context, opening.dtype, is_last=opening.next is None)
         self.holds = False
-        self.halted: BloomBeeError | None = None
         self.free_tokens = 0
         self.opening: asyncio.Task[None] | None = None
         self.ended = False
@@ -106,19 +105,17 @@ class Session:
         self.context = context
         self.wire_dtype: WireDtype = opening.dtype
         self.secret = opening.secret
-        self.next: Hop | None = opening.next
         self.client: Connection | None = client
         self.upstream: Connection | None = None
         self.fed_by_client = False
         self.stands = False
+        self.halted: BloomBeeError | None = None
         self.sent_step = 0
         self.window = Window()
         self.backlog: deque[Arrived] = deque()
         self.outbox: asyncio.Queue[Outgoing] = asyncio.Queue()
         self.tasks: set[asyncio.Task[None]] = set()
-        self.downstream: Connection | None = None
-        self.hop_lost: HopLost | None = None
-        self._link_settled = asyncio.Event()
+        self.onward = None if opening.next is None else Onward(opening.next)
 
     @property
     def epoch(self) -> int:
@@ -126,11 +123,14 @@ class Session:
         return self.context.terms.epoch
 
     @property
-    def next_name(self) -> str:
-        """The next stage, for messages."""
-        if self.next is None:
-            return "no next stage"
-        return f"the next stage, {self.next.address or self.next.peer}"
+    def is_last(self) -> bool:
+        """Whether no stage comes after this one."""
+        return self.onward is None
+
+    @property
+    def downstream(self) -> Connection | None:
+        """The link to the next stage, while it stands."""
+        return None if self.onward is None else self.onward.link
 
     @property
     def streams(self) -> list[Connection]:
@@ -150,6 +150,11 @@ class Session:
         self.lease.adopted()
         return dropped
 
+    async def halt(self, why: BloomBeeError) -> None:
+        """Take no further step in this epoch, and wait until those taken are computed."""
+        self.halted = why
+        await self.held.quiet()
+
     def keep_task(self, task: asyncio.Task[None]) -> None:
         """Let `task` run for as long as the current epoch."""
         self.tasks.add(task)
@@ -159,24 +164,6 @@ class Session:
         """End what runs for the current epoch."""
         for task in tuple(self.tasks):
             task.cancel()
-
-    def linked(self, downstream: Connection) -> None:
-        """The next stage takes steps from now on."""
-        self.downstream = downstream
-        self._link_settled.set()
-
-    def lost(self, error: HopLost) -> None:
-        """The next stage can't be reached in this epoch any more."""
-        self.hop_lost = error
-        self._link_settled.set()
-
-    async def link(self) -> Connection:
-        """The link to the next stage, once it stands; raises HopLost."""
-        if self.downstream is None:
-            await self._link_settled.wait()
-        if self.hop_lost is not None or self.downstream is None:
-            raise self.hop_lost or HopLost(f"lost {self.next_name}")
-        return self.downstream
 
     def attach(self, request: Attach, upstream: Connection) -> None:
         """Let `upstream` push steps into the session.
@@ -292,7 +279,7 @@ def check_same(opening: Open, session: Session, context: StepContext) -> None:
         (ours.span, ours.sequences, ours.max_length)
         == (theirs.span, theirs.sequences, theirs.max_length)
         and opening.dtype == session.wire_dtype
-        and (opening.next is None) == (session.next is None)
+        and (opening.next is None) == session.is_last
     )
     if session.holds and not same:
         raise Unsupported("a session goes on with the terms it was opened with: open it anew")

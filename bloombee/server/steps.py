@@ -88,7 +88,7 @@ class Steps:
         now_s = asyncio.get_running_loop().time()
         session.window.arrived()
         try:
-            table = check_replay(message, session.context, is_last=session.next is None)
+            table = check_replay(message, session.context, is_last=session.is_last)
             self._check_going(session)
         except BloomBeeError as error:
             self._refuse(session, message, error)
@@ -162,7 +162,7 @@ class Steps:
             raise ProtocolError("the step is of another session than its stream")
         table = check_step(step, session.context)
         self._check_going(session)
-        if session.next is None and step.replay and step.until > session.context.terms.span.end:
+        if session.is_last and step.replay and step.until > session.context.terms.span.end:
             raise ProtocolError(f"replay up to block {step.until} came to the last stage")
         if asyncio.get_running_loop().time() >= arrived.expires_s:
             raise DeadlineExceeded(_too_late(step))
@@ -237,7 +237,7 @@ class Steps:
 
 
 def _wanted(session: Session, step: Step) -> Literal["all", "last", "none"]:
-    if session.next is not None:
+    if not session.is_last:
         return "all"
     return "none" if step.replay else step.want
 

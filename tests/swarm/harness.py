@@ -287,7 +287,7 @@ class RawSession:
         return (await self.answer())[1]
 
     async def answer(self) -> tuple[Output, torch.Tensor]:
-        """The next Output of the last stage, and its rows; raises the error of a Failed."""
+        """The next Output of any stage, and its rows; raises the error of a Failed."""
         output, body = await self._first_word()
         if isinstance(output, Failed):
             raise to_error(output)
