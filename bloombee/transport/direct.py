@@ -112,10 +112,11 @@ class DirectListener:
         await asyncio.sleep(_DRAINING_S)
 
     async def _accept(self, _requests: object, context: Context) -> None:
+        if self._handler is not None:
+            # At once, so that the dialer knows that it has reached us.
+            await context.send_initial_metadata(())
         if self._handler is None:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the server is stopping")
-        # At once, so that the dialer knows that it has reached us.
-        await context.send_initial_metadata(())
         wire = ServerWire(context)
         stream = PumpedStream(wire, self._windows.window(wire.remote), self._limits)
         self._pumps.spawn(stream.pump_in())
