@@ -61,6 +61,7 @@ class Size:
     kv_tokens: int = 40_000
     max_step_tokens: int = 512
     pass_tokens: int = 512
+    park_idle_s: float = 5.0
 
 
 @dataclass
@@ -121,7 +122,9 @@ class ClientSwarm:
                     hidden_size=self.source.hidden_size,
                     max_length=self.source.max_length,
                 ),
-                limits=Limits(max_step_tokens=self.size.max_step_tokens),
+                limits=Limits(
+                    max_step_tokens=self.size.max_step_tokens, park_idle_s=self.size.park_idle_s
+                ),
                 executor_settings=ExecutorSettings(
                     pass_tokens=self.size.pass_tokens, whole_prompts=self.source.whole_prompts
                 ),
