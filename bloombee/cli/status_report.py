@@ -35,7 +35,10 @@ _STATE_STYLES = {
 
 @dataclass(frozen=True, slots=True)
 class ServerStatus:
-    """One line of the table. `free_tokens` is None when the server wasn't reached."""
+    """One line of the table. What only the server tells is None when it wasn't reached.
+
+    Of its `sessions` some are `parked`, their KV set aside; others wait for KV (`waiting`).
+    """
 
     peer: str
     span: str
@@ -44,6 +47,8 @@ class ServerStatus:
     kv_tokens: int
     free_tokens: int | None
     sessions: int | None
+    waiting: int | None
+    parked: int | None
     max_length: int
     throughput_tokens_per_s: float
     version: str
@@ -119,6 +124,8 @@ def _server(record: ServerRecord, answer: Answer | None, now_s: float) -> Server
         kv_tokens=record.kv_tokens,
         free_tokens=None if said is None else said.free_tokens,
         sessions=None if said is None else said.sessions,
+        waiting=None if said is None else said.waiting,
+        parked=None if said is None else said.parked,
         max_length=record.max_length,
         throughput_tokens_per_s=record.throughput_tokens_per_s,
         version=record.version,
@@ -205,6 +212,18 @@ def _mark(count: int) -> str:
     return str(count) if count < 10 else "+"
 
 
+def _sessions(server: ServerStatus) -> str:
+    """`7`, or `7 (2 parked, 1 waiting)`."""
+    if server.sessions is None:
+        return "?"
+    apart = [
+        f"{count} {name}"
+        for count, name in ((server.parked, "parked"), (server.waiting, "waiting"))
+        if count
+    ]
+    return f"{server.sessions} ({', '.join(apart)})" if apart else str(server.sessions)
+
+
 def _table(model: ModelStatus) -> Table:
     table = Table(box=None, pad_edge=False)
     for name in ("peer", "blocks", "state", "dtype"):
@@ -221,7 +240,7 @@ def _table(model: ModelStatus) -> Table:
             Text(server.state, style=_STATE_STYLES[ServerState(server.state)]),
             server.dtype,
             f"{free}/{server.kv_tokens:,}",
-            "?" if server.sessions is None else str(server.sessions),
+            _sessions(server),
             f"{server.throughput_tokens_per_s:.1f}",
             server.version,
             server.address,

@@ -43,6 +43,7 @@ def test_json_tells_models_servers_and_free_tokens(
     (server,) = model["servers"]
     assert server["span"] == "0:10" and server["state"] == "online"
     assert (server["free_tokens"], server["kv_tokens"], server["sessions"]) == (321, 1000, 2)
+    assert (server["waiting"], server["parked"]) == (3, 1)
     assert server["problem"] is None and 0 <= server["age_s"] < 12
 
 
@@ -69,6 +70,7 @@ def test_the_table_shows_gaps_and_unreachable_servers(
     assert "missing 20:30" in output
     assert "1" * 20 + "." * 10 in output
     words = output.split()
+    assert "2 (1 parked, 3 waiting)" in output
     assert "321/1,000" in words and "?/1,000" in words
     assert "different versions" in output
     assert f"{node.peer_id[-8:]} (127.0.0.1:9) can't be asked" in output
