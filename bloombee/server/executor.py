@@ -122,18 +122,6 @@ class Executor:
         """What `function` returns or raises, run as by `ask`."""
         return await self.ask(function)
 
-    async def reserve(self, session: SessionId, sequences: int, max_length: int) -> int:
-        """Reserve KV of a session; returns how many tokens are free after it.
-
-        Raises KVFull, or RequestError. A caller that is cancelled here owes a `free`.
-        """
-
-        def reserve(pool: KVPool) -> int:
-            pool.reserve(session, sequences, max_length)
-            return pool.free_tokens
-
-        return await self.call(reserve)
-
     async def free_tokens(self) -> int:
         """Tokens that no session has reserved."""
         return await self.call(lambda pool: pool.free_tokens)

@@ -280,7 +280,7 @@ class TestCancelled:
     def test_a_session_that_nobody_knows_is_freed_all_the_same(self) -> None:
         async def main() -> None:
             async with admission(CountingPool(100)) as (gate, executor):
-                await executor.reserve(sid(1), 1, 60)
+                await executor.call(lambda pool: pool.reserve(sid(1), 1, 60))
                 await gate.free(sid(1))
                 assert await executor.free_tokens() == 100
 

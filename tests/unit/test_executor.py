@@ -85,7 +85,7 @@ def run(test: Callable[[Bench], Awaitable[None]], pass_tokens: int = 8) -> None:
         executor = Executor(model, pool, ExecutorSettings(pass_tokens=pass_tokens))
         executor.start()
         for session in (A, B, C):
-            await executor.reserve(session, 3, 50)
+            await executor.call(lambda pool, session=session: pool.reserve(session, 3, 50))
         try:
             await test(Bench(executor, model, pool))
         finally:
@@ -206,7 +206,7 @@ def test_errors_of_our_tree_pass_as_they_are() -> None:
         wrong = await bench.submit(A, chain(1, start=7))
         assert type(wrong.error) is RequestError
         with pytest.raises(KVFull, match="550 tokens free"):
-            await bench.executor.reserve(SessionId(b"D" * 16), 1, 10_000)
+            await bench.executor.call(lambda pool: pool.reserve(SessionId(b"D" * 16), 1, 10_000))
         with pytest.raises(StepFailed, match="ZeroDivisionError"):
             await bench.executor.call(lambda pool: 1 // 0)
 

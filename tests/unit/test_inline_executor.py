@@ -59,7 +59,7 @@ def bench(test: Callable[[Bench], Awaitable[None]]) -> None:
     async def main() -> None:
         b = Bench()
         b.executor.start()
-        await b.executor.reserve(SESSION, 1, 100)
+        await b.executor.call(lambda pool: pool.reserve(SESSION, 1, 100))
         await test(b)
         await b.executor.stop(1.0)
 
@@ -120,7 +120,7 @@ def test_stopping_fails_what_waits_and_a_crash_answers_nothing() -> None:
 
         crashed = Bench()
         crashed.executor.start()
-        await crashed.executor.reserve(SESSION, 1, 100)
+        await crashed.executor.call(lambda pool: pool.reserve(SESSION, 1, 100))
         crashed.submit(1, [1, 2], 0)
         await asyncio.sleep(0.5)
         crashed.executor.crash()
