@@ -38,20 +38,3 @@ class Progress:
 def worth_fetching(progress: Progress, limit_s: float) -> bool:
     """Whether the fetch will be over within `limit_s`, as far as one can tell."""
     return progress.projected_s <= limit_s
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Computed:
-    """What a stage has computed of a session: prompt tokens, all tokens, and their time."""
-
-    prefill_tokens: int = 0
-    prefill_s: float = 0.0
-    tokens: int = 0
-    compute_s: float = 0.0
-
-
-def replay_s(computed: Computed, held_tokens: int) -> float:
-    """What computing `held_tokens` again would take, all of it as one prompt."""
-    if computed.prefill_tokens:
-        return held_tokens * computed.prefill_s / computed.prefill_tokens
-    return held_tokens * computed.compute_s / max(1, computed.tokens)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
@@ -138,6 +138,12 @@ class Admission:
             work.done(outcome)
 
         self._executor.submit(replace(work, done=done))
+
+    def released(self, session: SessionId, sequences: Iterable[int]) -> None:
+        """Count sequences out that were released in the pool otherwise than by a step."""
+        holding = self._holdings.get(session)
+        if holding is not None:
+            self._release(holding, tuple(sequences))
 
     def _begin_use(self, holding: Holding) -> None:
         holding.uses += 1

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bloombee.errors import BloomBeeError, ProtocolError, TransportError
@@ -15,6 +16,7 @@ from bloombee.kv.interface import KVPool
 from bloombee.planner.handover import Progress, worth_fetching
 from bloombee.protocol.failures import to_error
 from bloombee.protocol.messages import Failed, Fetch, HandedOver, Pages, Source
+from bloombee.server.admission import Admission
 from bloombee.server.carried import Carried, Terms
 from bloombee.server.executor import Executor
 from bloombee.server.intake import Intake, load
@@ -35,6 +37,7 @@ SILENCE_S = 5.0
 class FetchParts:
     """What fetching takes."""
 
+    admission: Admission
     executor: Executor
     identity: Signer
     dialer: Dialer
@@ -89,7 +92,9 @@ class Fetcher:
             await link.close()
         carried = intake.finish(told)
         await self._load(terms, intake)
-        await parts.executor.call(lambda pool: _settle(pool, terms, carried))
+        gone = [sequence for sequence, released in enumerate(carried.released) if released]
+        await parts.executor.call(lambda pool: _settle(pool, terms, carried.lengths, gone))
+        parts.admission.released(terms.session, gone)
         self._fetched_bytes.add(intake.received_bytes)
         return carried
 
@@ -147,10 +152,9 @@ def _empty(pool: KVPool, terms: Terms) -> None:
         pool.truncate(terms.session, sequence, 0)
 
 
-def _settle(pool: KVPool, terms: Terms, carried: Carried) -> None:
-    """Release what is released, once the pool holds exactly what was announced."""
-    if pool.lengths(terms.session) != carried.lengths:
+def _settle(pool: KVPool, terms: Terms, lengths: Sequence[int], gone: Sequence[int]) -> None:
+    """Release what is `gone`, once the pool holds exactly what was announced."""
+    if pool.lengths(terms.session) != tuple(lengths):
         raise ProtocolError(f"{pool.lengths(terms.session)} tokens were loaded")
-    for sequence, released in enumerate(carried.released):
-        if released:
-            pool.release(terms.session, sequence)
+    for sequence in gone:
+        pool.release(terms.session, sequence)

@@ -11,9 +11,20 @@ from dataclasses import dataclass
 from bloombee.errors import BloomBeeError, DeadlineExceeded, PeerStopping, TransportError
 from bloombee.protocol.failures import to_message
 from bloombee.protocol.machine import State
-from bloombee.protocol.messages import Attach, Beat, Close, Closed, Describe, Description, Open
+from bloombee.protocol.messages import (
+    AnyMessage,
+    Attach,
+    Beat,
+    Close,
+    Closed,
+    Describe,
+    Description,
+    Fetch,
+    Open,
+)
 from bloombee.server.client_stream import ClientStreams
 from bloombee.server.executor import STOPPING
+from bloombee.server.handover import HandOvers
 from bloombee.server.hop_stream import HopStreams
 from bloombee.server.throttle import Throttle
 from bloombee.swarm.connection import Connection, ConnectionSettings, Signer, accept
@@ -36,6 +47,7 @@ class HandlerParts:
     connection_settings: ConnectionSettings
     clients: ClientStreams
     hops: HopStreams
+    hand_overs: HandOvers
     throttle: Throttle
     describe: Callable[[], Awaitable[Description]]
 
@@ -81,19 +93,27 @@ class Handler:
                 await asyncio.sleep(delay_s)
             if self._stopping:
                 raise PeerStopping(STOPPING)
-            match received[0]:
-                case Describe():
-                    await connection.send(await self._parts.describe())
-                case Open() as opening:
-                    await self._parts.clients.serve(connection, opening)
-                case Attach() as request:
-                    await self._parts.hops.serve(connection, request)
-                case Beat(session, number):
-                    await connection.send(Beat(session, number))
-                case Close(session):
-                    await connection.send(Closed(session))
-                case _:
-                    return
+            if not await self._answer(connection, received[0]):
+                return
+
+    async def _answer(self, connection: Connection, message: AnyMessage) -> bool:
+        """Serve one request; False for what none is."""
+        match message:
+            case Describe():
+                await connection.send(await self._parts.describe())
+            case Open():
+                await self._parts.clients.serve(connection, message)
+            case Attach():
+                await self._parts.hops.serve(connection, message)
+            case Fetch():
+                await self._parts.hand_overs.serve(connection, message)
+            case Beat(session, number):
+                await connection.send(Beat(session, number))
+            case Close(session):
+                await connection.send(Closed(session))
+            case _:
+                return False
+        return True
 
 
 async def _tell(connection: Connection, error: BloomBeeError) -> None:

@@ -8,22 +8,34 @@ thread between two passes, so that the sessions which are still here go on.
 from __future__ import annotations
 
 import asyncio
+import hmac
 import logging
-from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import cast
 
 import torch
 
 from bloombee import compression
-from bloombee.core import SessionId
-from bloombee.errors import BloomBeeError, RequestError, TransportError
+from bloombee.core import SessionId, Span
+from bloombee.errors import (
+    AuthError,
+    BloomBeeError,
+    PeerStopping,
+    RequestError,
+    StaleEpoch,
+    TransportError,
+)
 from bloombee.kv.interface import KVPool, KVShape
 from bloombee.protocol.failures import to_message
 from bloombee.protocol.messages import Fetch, HandedOver, Pages, WireDtype
+from bloombee.server.admission import Admission
 from bloombee.server.carried import Carried, Terms
 from bloombee.server.executor import Executor
+from bloombee.server.holdings import carried_terms
 from bloombee.server.pieces import PIECE_BYTES, Piece, batches, kv_pieces, row_pieces
+from bloombee.server.sessions import Session, Sessions
 from bloombee.swarm.connection import Connection
 from bloombee.telemetry import Registry
 
@@ -31,6 +43,10 @@ logger = logging.getLogger(__name__)
 
 SEND_S = 30.0
 """For the other side to take one page."""
+BACK_S = 3.0
+"""For a parked session's KV to come back into the pool."""
+QUIET_S = 30.0
+"""For the steps that the session had taken to be computed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +77,20 @@ class Pieces:
         ]
         self.total_bytes = sum(piece.count_bytes for piece in (*self.kv, *self.rows))
 
-    def export(self, pool: KVPool, batch: list[Piece]) -> list[Handed]:
+    @property
+    def book(self) -> HandedOver:
+        """What is said after the last page."""
+        carried = self._carried
+        return HandedOver(
+            session=self._terms.session,
+            lengths=carried.lengths,
+            newest_steps=carried.newest_steps,
+            released=carried.released,
+            included=carried.included,
+            outputs=tuple(step for step, _ in carried.outputs),
+        )
+
+    def export(self, batch: list[Piece], pool: KVPool) -> list[Handed]:
         """Copies of keys and values, on the host; for the compute thread."""
         return [self._page(piece, self._exported(pool, piece), self._kv_dtype) for piece in batch]
 
@@ -95,76 +124,86 @@ class Pieces:
         return Handed(page, compression.encode(matrix)[1])
 
 
-@dataclass(frozen=True, slots=True)
-class Quiet:
-    """A session that takes no further step: its terms for what was asked, and its state."""
-
-    terms: Terms
-    carried: Carried
-
-
 class HandOvers:
-    """Serves Fetch requests.
+    """Serves Fetch requests."""
 
-    `quiet` checks a request, has the session finish what it has taken and take no more,
-    and says what it is then; it raises what is wrong with the request.
-    """
+    piece_bytes = PIECE_BYTES
 
     def __init__(
-        self,
-        executor: Executor,
-        quiet: Callable[[Fetch], Awaitable[Quiet]],
-        telemetry: Registry,
+        self, sessions: Sessions, admission: Admission, executor: Executor, telemetry: Registry
     ) -> None:
+        self._sessions = sessions
+        self._admission = admission
         self._executor = executor
-        self._quiet = quiet
         self._handed = telemetry.counter("handed_over_sessions")
         self._handed_bytes = telemetry.counter("handed_over_bytes")
 
     async def serve(self, peer: Connection, request: Fetch) -> None:
-        """Send all pages, then the book; or say what stands in the way.
+        """Halt the session and send what it holds, pages first; or say what stands in the way.
 
         Raises TransportError when `peer` is gone or too slow.
         """
-        session = SessionId(request.session)
         try:
-            quiet = await self._quiet(request)
-            await self._send(peer, quiet)
+            session = self._find(request)
+            halted = PeerStopping("the session is being handed over")
+            async with asyncio.timeout(QUIET_S):
+                await session.halt(halted)
+            async with self._admission.use(session.id, BACK_S):
+                pieces = await self._send_pages(peer, session, request)
+            if session.halted is not halted or session.epoch != request.epoch:
+                raise StaleEpoch(f"the session has moved on to epoch {session.epoch}")
+        except TimeoutError:
+            raise TransportError(f"a step of the session took more than {QUIET_S:g} s") from None
         except TransportError:
             raise
         except BloomBeeError as error:
             logger.info("handed no session over to %s: %s", peer.remote, error)
-            await peer.send(to_message(error, session=session, epoch=request.epoch))
+            told = SessionId(request.session)
+            await peer.send(to_message(error, session=told, epoch=request.epoch))
+        else:
+            self._handed.add()
+            self._handed_bytes.add(pieces.total_bytes)
+            await peer.send(pieces.book)
 
-    async def _send(self, peer: Connection, quiet: Quiet) -> None:
-        carried, terms = quiet.carried, quiet.terms
-        pieces = Pieces(terms, carried, await self._executor.call(_described))
-        lengths = await self._executor.call(lambda pool: pool.lengths(terms.session))
+    def _find(self, request: Fetch) -> Session:
+        """The session that is asked for; raises what is wrong with the request."""
+        session = self._sessions.find(SessionId(request.session))
+        if session is None or not hmac.compare_digest(request.secret, session.secret):
+            # One answer for both: strangers learn nothing of what is held here.
+            raise AuthError("no session that this secret opens is held here")
+        if request.epoch != session.epoch:
+            raise StaleEpoch(f"epoch {request.epoch} is asked for, it is in {session.epoch}")
+        span = session.context.terms.span
+        if not (span.start <= request.start < request.end == span.end):
+            # What was sent on from the middle of a span is in no journal.
+            raise RequestError(
+                f"blocks {request.start}:{request.end} of a session of {span}: only what "
+                f"ends at {span.end} can be handed over"
+            )
+        if session.held.broken or not session.holds:
+            raise RequestError(session.held.broken or "the session is not open yet")
+        return session
+
+    async def _send_pages(self, peer: Connection, session: Session, request: Fetch) -> Pieces:
+        if session.held.broken:
+            raise RequestError(session.held.broken)
+        terms = replace(
+            carried_terms(session.id, session.context, session.wire_dtype),
+            span=Span(request.start, request.end),
+        )
+        carried = session.held.carry()
+        shape, lengths = await self._executor.call(
+            lambda pool: (pool.shape, pool.lengths(terms.session))
+        )
         if lengths != carried.lengths:
             raise RequestError(f"the session holds {lengths} tokens here, its book says otherwise")
-        for batch in batches(pieces.kv):
-            for handed in await self._executor.call(
-                lambda pool, batch=batch: pieces.export(pool, batch)
-            ):
+        pieces = Pieces(terms, carried, shape, self.piece_bytes)
+        for batch in batches(pieces.kv, self.piece_bytes):
+            for handed in await self._executor.call(partial(pieces.export, batch)):
                 await _send_page(peer, handed)
         for handed in pieces.row_pages():
             await _send_page(peer, handed)
-        self._handed.add()
-        self._handed_bytes.add(pieces.total_bytes)
-        await peer.send(
-            HandedOver(
-                session=terms.session,
-                lengths=carried.lengths,
-                newest_steps=carried.newest_steps,
-                released=carried.released,
-                included=carried.included,
-                outputs=tuple(step for step, _ in carried.outputs),
-            )
-        )
-
-
-def _described(pool: KVPool) -> KVShape:
-    return pool.shape
+        return pieces
 
 
 async def _send_page(peer: Connection, handed: Handed) -> None:

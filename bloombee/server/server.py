@@ -3,32 +3,33 @@
 1. Join the DHT, so that what the swarm lacks is known. 2. Open the model (config
 only) and work out memory. 3. Choose blocks and announce that they are coming.
 4. Load them. 5. Listen, measure, and publish the record that makes clients come.
-6. Serve until cancelled. 7. Leave: the record first, then sessions, then the DHT.
+6. Serve until cancelled. 7. Drain: the record says that it is leaving, and clients
+move their sessions. 8. Leave: the record goes, then sessions, then the DHT.
 """
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import NoReturn, Self
+from typing import NoReturn
 
 import torch
 
 from bloombee import __version__
 from bloombee.config.settings import ServerSettings
 from bloombee.core import PeerId, Span
-from bloombee.errors import BloomBeeError, SettingsError
+from bloombee.errors import SettingsError
 from bloombee.kv import KVPool, make_pool
 from bloombee.models import ModelSource, SpanModel, open_source, resolve_dtype
 from bloombee.server.announcement import announced_address, announced_host, announced_name
 from bloombee.server.background import in_background
 from bloombee.server.device import choose_device, free_bytes
 from bloombee.server.executor import ExecutorSettings
+from bloombee.server.leaving import Membership
 from bloombee.server.memory import Memory, MemoryPlan, plan_memory
 from bloombee.server.placement import claim, place, wanted_blocks
 from bloombee.server.stage import StageParts, StageServer
@@ -45,9 +46,6 @@ from bloombee.transport.p2p import P2PDialer, P2PListener
 
 logger = logging.getLogger(__name__)
 
-STOP_DEADLINE_S = 4.0
-"""For everything that leaving takes; a stopped server is gone within five seconds."""
-COMPUTE_GRACE_S = 1.5
 MAX_STEP_TOKENS = 1 << 16
 FRAME_HEAD_BYTES = 1 << 20
 MAX_NAME = 96
@@ -103,7 +101,7 @@ class Loaded:
 async def run_server(
     settings: ServerSettings, report: Callable[[Serving], None], *, swarm_key: bytes | None = None
 ) -> NoReturn:
-    """Serve until cancelled; calls `report` once ready.
+    """Serve until cancelled, then drain; calls `report` once ready.
 
     Raises SettingsError and ModelError for what the user can mend, SwarmError when
     the swarm can't be reached or the libp2p daemon ends.
@@ -111,7 +109,8 @@ async def run_server(
     identity = Identity.load_or_create(settings.identity)
     certificate = load_or_create(identity.peer_id, settings.identity)
     who = Credentials(identity, certificate, swarm_key)
-    async with _Membership(await SwarmNode.start(_node_options(settings), identity)) as member:
+    node = await SwarmNode.start(_node_options(settings), identity)
+    async with Membership(node, settings.drain_s) as member:
         opened = await in_background(partial(_open, settings))
         span = await _choose(settings, opened, member.node)
         fixed = settings.blocks is not None or settings.new_swarm
@@ -119,41 +118,14 @@ async def run_server(
         span = record.span
         logger.info("blocks %s of %s; %s", span, opened.source.name, opened.memory)
         loaded = await in_background(partial(_load, opened, span))
-        member.stage = _stage(settings, opened, loaded, who, member.node.control)
-        await member.stage.start()
-        serving = await _go_online(settings, member.node, member.stage, record)
+        stage = member.stage = _stage(settings, opened, loaded, who, member.node.control)
+        await stage.start()
+        member.online, serving = await _go_online(settings, node, stage, record)
         # Modules and weights are never garbage: collections skip them from here on, which
         # saves pauses of a tenth of a second, and two seconds when the process ends.
         gc.freeze()
         report(serving)
-        raise await member.node.lost()
-
-
-class _Membership:
-    """What has to be left at the end, all at once and in time."""
-
-    def __init__(self, node: SwarmNode) -> None:
-        self.node = node
-        self.stage: StageServer | None = None
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        try:
-            async with asyncio.timeout(STOP_DEADLINE_S), asyncio.TaskGroup() as group:
-                group.create_task(self._close_node())
-                if self.stage is not None:
-                    group.create_task(self.stage.stop(COMPUTE_GRACE_S))
-        except TimeoutError:
-            logger.warning("stopped before everything had ended")
-
-    async def _close_node(self) -> None:
-        """Withdraw the record, then leave."""
-        try:
-            await self.node.close()
-        except BloomBeeError as error:
-            logger.warning("while leaving the swarm: %s", error)
+        raise await member.ended(stage)
 
 
 async def _choose(settings: ServerSettings, opened: Opened, node: SwarmNode) -> Span:
@@ -165,8 +137,8 @@ async def _choose(settings: ServerSettings, opened: Opened, node: SwarmNode) -> 
 
 async def _go_online(
     settings: ServerSettings, node: SwarmNode, stage: StageServer, record: ServerRecord
-) -> Serving:
-    """Measure the span, and publish where it is served."""
+) -> tuple[ServerRecord, Serving]:
+    """Measure the span, and publish where it is served; returns what was published."""
     tokens_per_s, kv_tokens = await stage.measure()
     port = int(stage.endpoint.address.rpartition(":")[2])
     host = announced_host(settings.host, settings.initial_peers)
@@ -179,7 +151,7 @@ async def _go_online(
         kv_tokens=kv_tokens,
     )
     await node.publish(online)
-    return Serving(
+    return online, Serving(
         peer=record.peer,
         maddrs=tuple(node.maddrs),
         endpoint=endpoint,

@@ -22,8 +22,11 @@ from bloombee.server.admission import Admission
 from bloombee.server.client_stream import ClientParts, ClientStreams
 from bloombee.server.device import decode_tokens_per_s
 from bloombee.server.downstream import Downstream, LinkParts
+from bloombee.server.draining import Draining
 from bloombee.server.executor import STOPPING, Executor, ExecutorSettings
+from bloombee.server.fetching import Fetcher, FetchParts
 from bloombee.server.handler import Handler, HandlerParts
+from bloombee.server.handover import HandOvers
 from bloombee.server.hop_stream import HopStreams
 from bloombee.server.openings import OpeningParts, Openings
 from bloombee.server.payloads import Payloads
@@ -102,6 +105,7 @@ class StageServer:
                     )
                 ),
                 hops=HopStreams(self.sessions, self._steps, sending),
+                hand_overs=HandOvers(self.sessions, self.admission, self.executor, self.telemetry),
                 throttle=throttle,
                 describe=self.describe,
             )
@@ -115,6 +119,17 @@ class StageServer:
                 dialer=parts.dialer,
                 connection_settings=parts.connection_settings,
                 sending=sending,
+                tasks=self._tasks,
+            )
+        )
+        fetcher = Fetcher(
+            FetchParts(
+                admission=self.admission,
+                executor=self.executor,
+                identity=parts.identity,
+                dialer=parts.dialer,
+                connection_settings=parts.connection_settings,
+                telemetry=self.telemetry,
             )
         )
         return Openings(
@@ -126,6 +141,7 @@ class StageServer:
                 sending=sending,
                 downstream=downstream,
                 tasks=self._tasks,
+                fetch=fetcher.fetch,
             )
         )
 
@@ -152,6 +168,14 @@ class StageServer:
     async def failed(self) -> Exception:
         """A bug met in a background task, once there is one: the server is to stop then."""
         return await self._tasks.failed()
+
+    async def drain(self, drain_s: float) -> None:
+        """Take no new sessions, and let those that there are move elsewhere.
+
+        Returns when none is left, or after `drain_s`.
+        """
+        self.openings.refusal = PeerStopping(STOPPING)
+        await Draining(self.sessions).run(drain_s)
 
     async def stop(self, grace_s: float) -> None:
         """Tell clients, accept and compute no more, and end what still runs after `grace_s`."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import secrets
 import threading
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 
@@ -130,7 +130,7 @@ class Talk:
         self.expected: dict[int, list[int]] = {}
 
     @classmethod
-    async def open(cls, client: RawClient, route: Sequence[RouteStage], **changes: Any) -> Talk:
+    async def open(cls, client: RawClient, route: Sequence[RouteStage], **changes: Any) -> Self:
         """Open a session on every stage of `route`."""
         changes = {"sequences": SEQUENCES, "max_length": MAX_LENGTH} | changes
         return cls(client, route, await client.open(route, **changes))

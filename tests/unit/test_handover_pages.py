@@ -13,7 +13,7 @@ from bloombee.core import PackedTable, SessionId, Span
 from bloombee.errors import ProtocolError
 from bloombee.kv import BatchItem, KVPool, KVShape, make_pool
 from bloombee.kv.paged import make_paged
-from bloombee.planner.handover import Computed, Progress, replay_s, worth_fetching
+from bloombee.planner.handover import Progress, worth_fetching
 from bloombee.protocol.messages import HandedOver
 from bloombee.server.carried import Carried, Terms
 from bloombee.server.handover import Handed, Pieces
@@ -91,7 +91,7 @@ def pages_of(pool: KVPool, state: Carried, most_bytes: int = 1000) -> list[Hande
     pieces = Pieces(TERMS, state, pool.shape, most_bytes)
     found: list[Handed] = []
     for batch in batches(pieces.kv, most_bytes):
-        found += pieces.export(pool, batch)
+        found += pieces.export(batch, pool)
     return [*found, *pieces.row_pages()]
 
 
@@ -284,10 +284,3 @@ def test_pages_where_they_are_quicker_than_replay() -> None:
     assert worth_fetching(after(0.6, 1.0, 0.1), 11.0)  # 98 MB at 10 MB/s
     assert after(0.6, 1.0, 0.1).projected_s == pytest.approx(10.4)
     assert not worth_fetching(after(0.6, 1.0, 0.1), 10.0)
-
-
-def test_what_replay_would_take() -> None:
-    assert replay_s(Computed(), 100) == 0
-    prompt = Computed(prefill_tokens=100, prefill_s=0.5, tokens=150, compute_s=5.5)
-    assert replay_s(prompt, 150) == pytest.approx(0.75)  # decoding is slower than replay
-    assert replay_s(Computed(tokens=10, compute_s=1.0), 10) == pytest.approx(1.0)
