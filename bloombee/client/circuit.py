@@ -130,9 +130,11 @@ class Circuit:
         return next((seat for seat in self.seats if seat.link is link), None)
 
     def connect(self, seat: Seat, link: StageLink) -> None:
-        """Give a seat its stream, and listen to it."""
-        if seat.link is not None:
-            self.retire(seat.link)
+        """Give a seat its stream, and listen to it.
+
+        An earlier one stays until `retire_strangers`: its end would tell the stage that
+        we have gone before the new one says that we are back.
+        """
         seat.link = link
         self.links.add(link)
         self.progress.traffic.streams.append(link.connection.counters)

@@ -59,10 +59,10 @@ async def dial(
     refusals: list[Refusal] = []
 
     async def reach_one(seat: Seat) -> None:
-        endpoints = tuple(dict.fromkeys((*seat.endpoints, *around.endpoints(seat.peer))))
+        seat.endpoints = tuple(dict.fromkeys((*around.endpoints(seat.peer), *seat.endpoints)))
         try:
             async with deadline(deadline_s, f"reaching blocks {seat.span} at {seat.peer[-8:]}"):
-                link = await reach(seat.stage, endpoints, around.connect)
+                link = await reach(seat.stage, seat.endpoints, around.connect)
         except BloomBeeError as error:
             refusals.append(Refusal(seat, error))
         else:

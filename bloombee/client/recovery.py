@@ -48,6 +48,7 @@ class _Case:
     before: tuple[Stage, ...]
     effort: Effort = field(default_factory=Effort)
     full: set[PeerId] = field(default_factory=set[PeerId])
+    blamed: set[PeerId] = field(default_factory=set[PeerId])
     last: BloomBeeError | None = None
     is_waiting: bool = False
     bound: asyncio.Timeout | None = None

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 from bloombee.client.circuit import Circuit, Report, Seat
-from bloombee.client.opening import dial
+from bloombee.client.opening import Refusal, dial
 from bloombee.client.surroundings import Surroundings
 from bloombee.client.terms import SessionTerms
 from bloombee.core import PeerId, Span
@@ -28,6 +28,7 @@ WIDEN_AFTER = 4
 
 class _Case(Protocol):
     last: BloomBeeError | None
+    blamed: set[PeerId]
 
 
 class Staffing:
@@ -69,10 +70,16 @@ class Staffing:
         limit_s = min(REDIAL_S, self._around.settings.connect_s)
         refusals = await dial(self._circuit, seats, self._around, limit_s)
         for refusal in refusals:
-            case.last = refusal.error
-            now_s = asyncio.get_running_loop().time()
-            self._around.health.failed(refusal.seat.peer, now_s)
+            self._blame(refusal, case)
         return {refusal.seat for refusal in refusals}
+
+    def _blame(self, refusal: Refusal, case: _Case) -> None:
+        """Leave out who can't be reached: once in a case, however often it is tried."""
+        case.last = refusal.error
+        peer = refusal.seat.peer
+        if peer not in case.blamed:
+            case.blamed.add(peer)
+            self._around.health.failed(peer, asyncio.get_running_loop().time())
 
     async def _fill(
         self, run: list[Seat], cares: Mapping[Seat, Cares], chosen: dict[Seat, Care], case: _Case
@@ -95,12 +102,16 @@ class Staffing:
         self, run: list[Seat], cares: Mapping[Seat, Cares], chosen: dict[Seat, Care], case: _Case
     ) -> list[Seat]:
         """Let seats go on with their peers where nobody else can; returns those that can't."""
-        wished = [seat for seat in run if cares[seat][0] is Care.REPLACE and len(cares[seat]) > 1]
+        wished = [s for s in run if cares[s][0] is Care.REPLACE or self._has_moved(s)]
         unreached = await self._redial([seat for seat in wished if not seat.is_up], case)
         stays = [seat for seat in wished if seat not in unreached]
         for seat in stays:
-            chosen[seat] = cares[seat][1]
+            chosen[seat] = next(care for care in cares[seat] if care is not Care.REPLACE)
         return [seat for seat in run if seat not in stays]
+
+    def _has_moved(self, seat: Seat) -> bool:
+        """Whether its peer is said to listen where we have not tried yet: it may be back."""
+        return not set(self._around.endpoints(seat.peer)) <= set(seat.endpoints)
 
     async def _widen(self, run: list[Seat], case: _Case) -> bool:
         """Give up living neighbours too, where a wider span has other holders."""
@@ -133,8 +144,7 @@ class Staffing:
             fresh = True
             for refusal in failed:
                 case.last = refusal.error
-                now_s = asyncio.get_running_loop().time()
-                self._around.health.failed(refusal.seat.peer, now_s)
+                self._around.health.failed(refusal.seat.peer, asyncio.get_running_loop().time())
         if len(run) == len(new) == 1:
             new[0].source = _source(run[0])
         self._circuit.replace(run, new)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from typing import TYPE_CHECKING, Any
@@ -200,7 +201,7 @@ def test_a_long_prompt_that_travels_in_parts(swarm: ClientSwarm, local: Any) -> 
     all_free(swarm)
 
 
-# Several at once, again and again --------------------------------------------------------------------
+# Several at once, again and again -------------------------------------------------------------
 
 
 @pytest.mark.parametrize("gone", [(0, 1), (1, 2), (0, 2), (0, 1, 2)])
@@ -269,7 +270,7 @@ def test_a_server_that_serves_a_neighbour_takes_both(swarm: ClientSwarm, local: 
     assert recoveries(model) == 1
 
 
-# No holder -----------------------------------------------------------------------------------------
+# No holder --------------------------------------------------------------------------------
 
 
 def test_a_server_that_joins_late_is_waited_for(
@@ -281,14 +282,14 @@ def test_a_server_that_joins_late_is_waited_for(
     joining = threading.Timer(1.0, lambda: swarm.add(THREE[1]))
     joining.start()
     same(local, model)
-    warnings = [r.message for r in caplog.records if r.levelname == "WARNING"]
+    warnings = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
     assert len(warnings) == 1
     assert "no server holds blocks 2:4" in warnings[0]
     all_free(swarm)
 
 
 def test_the_session_goes_on_when_coverage_returns(swarm: ClientSwarm, local: Any) -> None:
-    model = swarm.model(QUICK.model_copy(update={"recovery_s": 0.7}))
+    model = swarm.model(QUICK.model_copy(update={"recovery_s": 1.5}))
     with model.inference_session(max_length=80):
         same(local, model, max_new_tokens=3)
         swarm.now(lambda: swarm.kill(swarm.stages[1]))
@@ -296,7 +297,7 @@ def test_the_session_goes_on_when_coverage_returns(swarm: ClientSwarm, local: An
         with pytest.raises(SwarmError, match=r"blocks 2:4") as caught:
             model.generate(IDS, max_new_tokens=NEW, **GREEDY)
         assert "\n" not in str(caught.value)
-        assert time.monotonic() - begun < 3
+        assert time.monotonic() - begun < 6
         swarm.restart(swarm.stages[1])
         same(local, model)
     all_free(swarm)
@@ -332,7 +333,7 @@ def test_a_deadline_ends_the_call_and_not_the_session(swarm: ClientSwarm, local:
     all_free(swarm)
 
 
-# Nothing was lost -------------------------------------------------------------------------------------
+# Nothing was lost -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("index", [0, 1, 2])
