@@ -18,6 +18,7 @@ from bloombee.protocol.pulse import Pulse
 from bloombee.server.onward import Onward
 from bloombee.server.sending import Sending
 from bloombee.server.sessions import Session
+from bloombee.server.tasks import BackgroundTasks
 from bloombee.swarm.connection import Connection, ConnectionSettings, Signer, connect
 from bloombee.transport.interface import Dialer, Endpoint
 
@@ -38,6 +39,7 @@ class LinkParts:
     dialer: Dialer
     connection_settings: ConnectionSettings
     sending: Sending
+    tasks: BackgroundTasks
 
 
 class Downstream:
@@ -56,7 +58,7 @@ class Downstream:
                 onward.stands(link)
                 await self._watch(onward, link, session.id)
             finally:
-                await link.close()
+                self._close(link)
         except HopLost as error:
             onward.lose(error)
             # A cancellation may have been lost on the way: the epoch may be over.
@@ -76,12 +78,16 @@ class Downstream:
         try:
             await _attach(link, attach)
         except BloomBeeError as error:
-            await link.close()
+            self._close(link)
             raise HopLost(f"can't link to {onward}: {error}") from None
         except BaseException:
-            await link.close()
+            self._close(link)
             raise
         return link
+
+    def _close(self, link: Connection) -> None:
+        """End a link without waiting for a next stage that may hear nothing."""
+        self._parts.tasks.start(link.close(), "closing the link to a next stage")
 
     async def _watch(self, onward: Onward, link: Connection, session: SessionId) -> None:
         """Exchange signs of life until the link is lost; then raise HopLost."""

@@ -106,8 +106,9 @@ class Steps:
 
     async def _pump(self, session: Session) -> None:
         """Take what waits, in order, each when its turn has come."""
-        while session.backlog:
-            arrived = session.backlog[0]
+        backlog = session.backlog
+        while backlog:
+            arrived = backlog[0]
             try:
                 async with (
                     asyncio.timeout_at(_deadline(arrived.expires_s)),
@@ -115,13 +116,15 @@ class Steps:
                 ):
                     rows = await self._turn(session, arrived)
                     await session.window.enter(arrived.payload.nbytes)
+                    if session.backlog is not backlog:  # a later epoch has begun meanwhile
+                        return
                     self._take(session, arrived, rows)
             except TimeoutError:
                 error = DeadlineExceeded(_too_late(arrived.step))
                 self._give_up(session, arrived, error)
             except BloomBeeError as error:
                 self._give_up(session, arrived, error)
-            session.backlog.popleft()
+            backlog.popleft()
 
     async def _turn(self, session: Session, arrived: Arrived) -> Float[torch.Tensor, "T D"]:
         """Wait until a step may be computed; its rows."""
