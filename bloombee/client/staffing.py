@@ -47,7 +47,7 @@ class Staffing:
             troubles = {report.trouble for report in reports if report.seat is seat}
             if Trouble.STOPPING in troubles:
                 self._around.health.leaves(seat.peer, now_s)
-            elif troubles and cares[0] is Care.REPLACE:
+            elif cares[0] is Care.REPLACE:  # also the far end of a hop, which reported nothing
                 self._around.health.failed(seat.peer, now_s)
 
     async def staff(self, cares: Mapping[Seat, Cares], case: _Case) -> dict[Seat, Care]:

@@ -176,8 +176,8 @@ class Casebook:
         return (_GENTLE if times == 1 else _FIRM)[symptom.trouble]
 
     def _relink(self, cares: list[Cares], stage: int, times: int) -> None:
-        """First both ends of the hop try again, then the far end goes, then the near one."""
-        culprit = stage + 1 if times == 2 else stage
+        """First both ends of the hop try again, then the far end goes, then the near one, ..."""
+        culprit = stage + 1 if times % 2 == 0 else stage
         if times > 1 and culprit < len(cares):
             cares[culprit] = (Care.REPLACE, Care.KEEP)
 

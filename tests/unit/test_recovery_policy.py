@@ -102,7 +102,7 @@ def test_the_mildest_care_comes_first(symptoms: list[tuple[int, Trouble]], cares
     ("trouble", "cares"),
     [
         (Trouble.BROKEN, ["kkkk", "kkkk", "krkk", "krkk"]),
-        (Trouble.HOP, ["kkkk", "kkrk", "krkk", "krkk"]),
+        (Trouble.HOP, ["kkkk", "kkrk", "krkk", "kkrk", "krkk"]),
         (Trouble.CONFUSED, ["kkkk", "krkk", "krkk"]),
         (Trouble.STALLED, ["kkkk", "krkk", "krkk"]),
         (Trouble.GAP, ["kekk", "krkk"]),
