@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import functools
+import logging
 import os
 import threading
 from collections.abc import Callable, Coroutine
@@ -20,9 +21,11 @@ from typing import Any, Generic, TypeVar
 
 import uvloop
 
-from bloombee.errors import RequestError
+from bloombee.errors import BloomBeeError, RequestError
 
 Result = TypeVar("Result")
+
+_log = logging.getLogger(__name__)
 
 CANCEL_GRACE_S = 5.0
 CLOSE_GRACE_S = 5.0
@@ -99,6 +102,8 @@ class LoopThread:
         try:
             self._loop.run_until_complete(self._hold_tasks())
         finally:
+            # After a bug in one of its tasks, too, which the thread's end tells of.
+            self._closed = True
             self._loop.close()
 
     async def _hold_tasks(self) -> None:
@@ -153,7 +158,7 @@ class LoopThread:
         if not self.is_open:
             coroutine.close()
             return
-        self._loop.call_soon_threadsafe(_Call(coroutine).start, self._tasks)
+        self._loop.call_soon_threadsafe(_Call(_reported(coroutine)).start, self._tasks)
 
     def _obstacle(self) -> str:
         if self._process != os.getpid():
@@ -167,6 +172,16 @@ class LoopThread:
         self._closed = True
         self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join(CLOSE_GRACE_S)
+
+
+async def _reported(work: Coroutine[Any, Any, object]) -> None:
+    """Run `work`, for whose result or error nobody waits."""
+    try:
+        await work
+    except BloomBeeError as error:
+        _log.warning("in the background: %s", error)
+    except Exception:  # noqa: BLE001 - there is nobody to raise it to
+        _log.exception("a bug in the background")
 
 
 @functools.cache

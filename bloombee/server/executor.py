@@ -254,5 +254,11 @@ class Executor:
 
 
 def _call_all(deliveries: Sequence[_Delivery]) -> None:
-    for delivery in deliveries:
-        delivery()
+    """Call each; one that raises is the loop's to report, and keeps no other from its answer."""
+    remaining = iter(deliveries)
+    try:
+        for delivery in remaining:
+            delivery()
+    finally:
+        if others := tuple(remaining):
+            asyncio.get_running_loop().call_soon(_call_all, others)

@@ -10,6 +10,7 @@ import threading
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from bloombee.errors import DeadlineExceeded
+from bloombee.telemetry.faults import is_ours
 
 if TYPE_CHECKING:
     import concurrent.futures
@@ -80,5 +81,8 @@ class LoopThread:
 
 
 def _report(_loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """hivemind leaves tasks behind whose failures nobody reads; they are no news to users."""
-    _log.debug("in the DHT loop: %s", context.get("message"), exc_info=context.get("exception"))
+    """hivemind leaves tasks behind whose failures nobody reads; ours are bugs."""
+    error = context.get("exception")
+    ours = isinstance(error, BaseException) and is_ours(error)
+    level = logging.ERROR if ours else logging.DEBUG
+    _log.log(level, "in the DHT loop: %s", context.get("message"), exc_info=error)
