@@ -51,6 +51,32 @@ class Rows:
         )
         yield from split(table, "none", part_tokens(table.tokens, stages, least, limit))
 
+    def whole_parts(self, starts: Sequence[Sequence[int]], limit: int) -> Iterator[Part]:
+        """The rows cut where the steps began that brought them, in parts of `limit` tokens.
+
+        `starts` are those of each sequence. A part of one sequence is never cut: so every
+        row is rotated by the length that it was computed with at first.
+        """
+        for depth in range(max((len(each) for each in starts), default=0)):
+            pieces: list[tuple[int, int, int]] = []
+            for sequence, begins in enumerate(starts):
+                if depth >= len(begins) or begins[depth] >= self.lengths[sequence]:
+                    continue
+                ends = min([*begins[depth + 1 : depth + 2], self.lengths[sequence]])
+                piece = (sequence, begins[depth], ends - begins[depth])
+                if pieces and sum(count for _, _, count in pieces) + piece[2] > limit:
+                    yield _part(pieces)
+                    pieces = []
+                pieces.append(piece)
+            if pieces:
+                yield _part(pieces)
+
+
+def _part(pieces: Sequence[tuple[int, int, int]]) -> Part:
+    sequences, firsts, counts = zip(*pieces, strict=True)
+    table = PackedTable(sequences, firsts, counts)
+    return Part(0, table.tokens, table, "none", 0)
+
 
 def gaps(is_empty: Sequence[bool]) -> list[Gap]:
     """Runs of stages that are empty, in order."""

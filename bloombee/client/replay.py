@@ -92,11 +92,17 @@ class Rebuilder:
         limit = min(seat.standing.max_step_tokens for seat in involved)
         limit = self._past.terms.step_tokens(limit, self._settings.payload_bytes)
         rows = self._rows(gap)
-        for part in rows.parts(gap.stages, self._settings.prefill_tokens, limit):
+        for part in self._parts(rows, gap, limit):
             effort.tokens += part.table.tokens * gap.stages
             effort.row_bytes += part.table.tokens * gap.stages * self._past.terms.row_bytes
             make = self._from_stage if gap.first else self._from_here
             yield make(gap, rows, part)
+
+    def _parts(self, rows: Rows, gap: Gap, limit: int) -> Iterator[Part]:
+        if not self._past.terms.whole_prompts:
+            return rows.parts(gap.stages, self._settings.prefill_tokens, limit)
+        history = self._past.history
+        return rows.whole_parts([history.starts(s) for s in range(len(history))], limit)
 
     def _rows(self, gap: Gap) -> Rows:
         ledger, history = self._circuit.ledger, self._past.history

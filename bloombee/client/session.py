@@ -67,7 +67,7 @@ class RemoteSession:
         embed: EmbedEntries,
     ) -> None:
         self.terms = terms
-        self.history = History(terms.sequences)
+        self.history = History(terms.sequences, keep_starts=terms.whole_prompts)
         self.max_step_tokens = 0
         self.entered = 0
         """How many steps are in the history, whatever became of them since."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from bloombee.client.history import History
 from bloombee.client.ledger import NO_OPERATIONS, Ledger, PendingStep, Standing
 from bloombee.client.rebuild import Gap, Rows, gaps, rows_of_client, rows_of_stage
 from bloombee.client.split import Part
@@ -163,3 +164,27 @@ def test_rows_are_cut_to_parts_that_cover_them_in_order() -> None:
             covered[row.sequence] += row.count
     assert covered == {0: 300, 2: 20}
     assert not list(Rows((0, 0), ()).parts(1, 16, 128))
+
+
+def test_whole_parts_begin_where_the_steps_did() -> None:
+    starts = [[0, 5, 6, 7], [0, 4], []]
+    parts = list(Rows((7, 6, 0), ()).whole_parts(starts, 8))
+    found = [
+        [(row.sequence, row.first_position, row.count) for row in part.table.rows()]
+        for part in parts
+    ]
+    assert found == [[(0, 0, 5)], [(1, 0, 4)], [(0, 5, 1), (1, 4, 2)], [(0, 6, 1)]]
+
+
+def test_the_history_knows_where_steps_began() -> None:
+    history = History(3, keep_starts=True)
+    history.append(PackedTable((0, 1), (0, 0), (3, 2)), [1, 2, 3, 4, 5])
+    history.append(PackedTable((0,), (3,), (1,)), [6])
+    history.apply(Operations(forks=((2, 0),), truncates=((0, 3), (2, 2))))
+    assert [list(history.starts(s)) for s in range(3)] == [[0], [0], [0]]
+    history.append(PackedTable((2,), (2,), (2,)), [7, 8])
+    assert history.starts(2) == [0, 2]
+    assert history.entries(2) == [1, 2, 7, 8]
+    history.cut(2, 2)
+    assert history.starts(2) == [0]
+    assert History(1).starts(0) == (0,)
