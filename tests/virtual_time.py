@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+MOST_TURNS = 100_000
+"""Turns of the loop in a row without waiting: more is work that goes round in circles."""
+
 _PROCESS: contextvars.ContextVar[str] = contextvars.ContextVar("process", default="")
 
 
@@ -45,10 +48,16 @@ class _JumpingSelector(selectors.DefaultSelector):
         super().__init__()
         self.now = 0.0
         self._patience_s = patience_s
+        self._turns = 0
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         if timeout is not None and timeout <= 0:
+            self._turns += 1
+            if self._turns > MOST_TURNS:
+                self._turns = 0
+                raise RuntimeError(f"busy for {MOST_TURNS} turns at {self.now:g} s: no progress")
             return super().select(0)
+        self._turns = 0
         ready = super().select(self._patience_s)
         if not ready and timeout is None:
             raise RuntimeError("every task waits and no timer is set: deadlock")

@@ -152,7 +152,8 @@ def make_schedule(
     count = luck.choice((1, 1, 1, 2, 2, 3, 5))
     faults: list[Fault] = []
     for _ in range(count):
-        moments = RECOVERY if faults and luck.random() < 0.5 else calm.frames
+        sooner = calm.frames and (not faults or luck.random() < 0.5)
+        moments = calm.frames if sooner else RECOVERY
         fault = _make_fault(luck, moments, deeds)
         if fault.deed is not Deed.FATE and luck.random() < 0.15:
             when = At(round(luck.uniform(0.0, calm.seconds + 1.0), 3))
