@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 
 from bloombee.core import PeerId, SessionId
 from bloombee.errors import KVFull, RequestError
@@ -73,6 +74,38 @@ class Admission:
         holding = Holding(peer, session, sequences, max_length, pages)
         self._check(holding)
         return await self._queued(Request(peer, session, holding.pages), holding, wait_s)
+
+    async def renew(
+        self, peer: PeerId, session: SessionId, sequences: int, max_length: int, wait_s: float
+    ) -> int:
+        """Empty KV for a session that starts anew; returns the tokens that are free then.
+
+        On the terms that it had before it keeps its pages, or, parked, its place before
+        new sessions. Otherwise, and for an unknown one, this is `reserve`. No step of
+        the session may be waiting. Raises what `reserve` raises; it holds nothing then.
+        """
+        holding = self._holdings.get(session)
+        if holding is not None and (holding.released or not holding.has(sequences, max_length)):
+            await self.free(session)
+            holding = None
+        if holding is None:
+            return await self.reserve(peer, session, sequences, max_length, wait_s)
+        self._begin_use(holding)
+        try:
+            async with holding.returning:
+                return await self._emptied(holding, wait_s)
+        finally:
+            self._end_use(holding)
+
+    async def _emptied(self, holding: Holding, wait_s: float) -> int:
+        if holding.saved is None:
+            return await self._executor.call(partial(_empty, holding))
+        self._parking.drop(holding)
+        try:
+            return await self._queued(_return_of(holding), holding, wait_s)
+        except BaseException:
+            self.free(holding.session)
+            raise
 
     def free(self, session: SessionId) -> asyncio.Future[None]:
         """Give all of a session's KV back, parked or not; the future is done when it is.
@@ -185,8 +218,7 @@ class Admission:
     # Waiting -------------------------------------------------------------------
 
     async def _return(self, holding: Holding, wait_s: float) -> None:
-        request = Request(holding.peer, holding.session, holding.pages, returning=True)
-        await self._queued(request, holding, wait_s)
+        await self._queued(_return_of(holding), holding, wait_s)
         try:
             await self._parking.load_back(holding)
         except BaseException:
@@ -309,3 +341,14 @@ class Admission:
         now, idle = asyncio.get_running_loop().time(), self._limits.park_idle_s
         dues = [h.idle_since_s + idle - now for h in self._holdings.values() if not h.uses]
         return max(LEAST_PAUSE_S, min([due for due in dues if due > 0], default=idle))
+
+
+def _return_of(holding: Holding) -> Request:
+    return Request(holding.peer, holding.session, holding.pages, returning=True)
+
+
+def _empty(holding: Holding, pool: KVPool) -> int:
+    """Give the session's pages back and take as many; for the compute thread."""
+    pool.free(holding.session)
+    pool.reserve(holding.session, holding.sequences, holding.max_length)
+    return pool.free_tokens

@@ -156,9 +156,8 @@ class Openings:
 
     async def _start_empty(self, session: Session, opening: Open) -> None:
         """Give up what it holds, and reserve anew; or take over what another server holds."""
-        await self._free(session)
-        session.held = self._empty(session)
         session.free_tokens = await self._reserve(session, opening.wait_s)
+        session.held = self._empty(session)
         session.holds = True
         if opening.source is None or self._parts.fetch is None:
             return
@@ -172,9 +171,8 @@ class Openings:
                 session.held.restore(carried)
             except BloomBeeError as error:
                 logger.info("what was fetched of a session is of no use: %s", error)
-                await self._free(session)
-                session.held = self._empty(session)
                 session.free_tokens = await self._reserve(session, opening.wait_s)
+                session.held = self._empty(session)
         session.holds = True
 
     def _empty(self, session: Session) -> Holdings:
@@ -183,9 +181,10 @@ class Openings:
     # The only places where KV is reserved and freed.
 
     async def _reserve(self, session: Session, wait_s: float) -> int:
-        """KV for the session's terms; the tokens that are free after it."""
+        """Empty KV for the session's terms, for all it had; the tokens that are free after it."""
+        session.holds = False
         terms = session.context.terms
-        return await self._parts.admission.reserve(
+        return await self._parts.admission.renew(
             session.owner, session.id, terms.sequences, terms.max_length, wait_s
         )
 

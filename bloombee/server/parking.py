@@ -49,6 +49,10 @@ class Holding:
     saved: SavedKV | None = None
     returning: asyncio.Lock = field(default_factory=asyncio.Lock)
 
+    def has(self, sequences: int, max_length: int) -> bool:
+        """Whether these are its terms."""
+        return (self.sequences, self.max_length) == (sequences, max_length)
+
     @property
     def pages(self) -> int:
         """Pages that it reserves in the pool, or would."""

@@ -228,6 +228,38 @@ class TestWaiting:
         run(main())
 
 
+class TestRenewing:
+    def test_it_keeps_its_pages_while_others_wait(self) -> None:
+        async def main() -> None:
+            pool = CountingPool(100)
+            async with admission(pool) as (gate, executor):
+                await gate.renew(A, sid(1), 2, 40, 0)
+                async with asyncio.TaskGroup() as group:
+                    waiting = group.create_task(outcome(gate, B, 2, 50))
+                    await asyncio.sleep(1)
+                    pool.held[sid(1)] = [7, 8]
+                    assert await gate.renew(A, sid(1), 2, 40, 0) == 20
+                    assert await executor.call(lambda pool: pool.lengths(sid(1))) == (0, 0)
+                    await asyncio.sleep(1)
+                    assert not waiting.done()
+                    gate.free(sid(1))
+                assert waiting.result() == pytest.approx(2)
+
+        run(main())
+
+    def test_on_other_terms_it_asks_like_anyone(self) -> None:
+        async def main() -> None:
+            async with admission(CountingPool(100)) as (gate, executor):
+                await gate.renew(A, sid(1), 1, 60, 0)
+                await gate.reserve(B, sid(2), 1, 30, 0)
+                assert await gate.renew(A, sid(1), 1, 70, 0) == 0
+                with pytest.raises(KVFull, match="70 tokens free, 71 asked for"):
+                    await gate.renew(A, sid(1), 1, 71, 0)
+                assert await executor.free_tokens() == 70
+
+        run(main())
+
+
 class FewSlots(CountingPool):
     def reserve(
         self,

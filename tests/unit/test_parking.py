@@ -12,7 +12,7 @@ import torch
 
 from bloombee.errors import KVFull, RequestError
 from bloombee.protocol.messages import Operations
-from tests.kv_bench import TOTAL, Bench, bench, chain, contiguous, paged, sid
+from tests.kv_bench import PEER, TOTAL, Bench, bench, chain, contiguous, paged, sid
 from tests.virtual_time import run
 
 if TYPE_CHECKING:
@@ -271,6 +271,30 @@ class TestComingBack:
                 b.gate.free(sid(2))
                 await back
                 assert not new.done()
+                b.gate.free(sid(1))
+
+        run(main())
+
+    def test_starting_anew_it_goes_before_those_who_are_new(self, pool: KVPool) -> None:
+        """What was kept of it is dropped at once; when it gives up, nothing is left."""
+
+        async def main() -> None:
+            async with self.with_one_parked(pool) as b:
+                with pytest.raises(KVFull):
+                    await b.gate.renew(PEER, sid(1), 1, 100, 1.0)
+                with pytest.raises(RequestError, match="holds no KV"):
+                    await b.gate.bring_back(sid(1), 0)
+            pool.free(sid(2))
+            async with self.with_one_parked(pool) as b, asyncio.TaskGroup() as group:
+                new = group.create_task(b.open(3, 1, 100, wait_s=60))
+                await asyncio.sleep(1)
+                back = group.create_task(b.gate.renew(PEER, sid(1), 1, 100, 60))
+                await asyncio.sleep(1)
+                assert b.gate.parked == 0
+                b.gate.free(sid(2))
+                await back
+                assert not new.done()
+                assert pool.lengths(sid(1)) == (0,)
                 b.gate.free(sid(1))
 
         run(main())
