@@ -107,6 +107,10 @@ class ServerSettings(ListenSettings):
     max_step_tokens: PositiveInt = Field(
         default=2048, description="tokens computed in one pass; longer prompts are split"
     )
+    chunk_tokens: PositiveInt = Field(
+        default=128,
+        description="prompt tokens computed in one pass while others decode, who wait for it",
+    )
     max_sessions: PositiveInt = Field(default=256, description="sessions served at a time")
     max_sessions_per_peer: PositiveInt = Field(
         default=64, description="sessions that one peer may hold at a time"

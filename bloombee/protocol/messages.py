@@ -85,9 +85,20 @@ class Hop(Message, frozen=True, array_like=True, tag=True):
 
 
 class Sampling(Message, frozen=True, array_like=True, tag=True):
-    """Server-head sampling of one session (later)."""
+    """How the last stage chooses the tokens of one sequence (server head).
 
-    seed: U63
+    `temperature` 0 takes the likeliest. The generator is keyed by `seed` and `stream`
+    (the sequence's number among those that share the seed); its position is `drawn`, the
+    tokens chosen so far, of which `budget` more may follow. `stop_ids` end the
+    sequence, and are impossible before `least` tokens. With a penalty, `context` holds the ids so
+    far (int32, little endian). `logprobs`: how many alternatives to tell, plus one; 0 none.
+    """
+
+    budget: U32
+    seed: U63 = 0
+    stream: Index = 0
+    drawn: U32 = 0
+    least: U32 = 0
     temperature: float = 0.0
     top_k: U32 = 0
     top_p: float = 1.0
@@ -95,7 +106,10 @@ class Sampling(Message, frozen=True, array_like=True, tag=True):
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    stop_ids: tuple[Index, ...] = ()
+    logit_bias: Annotated[tuple[tuple[Index, float], ...], msgspec.Meta(max_length=1024)] = ()
+    stop_ids: Annotated[tuple[Index, ...], msgspec.Meta(max_length=64)] = ()
+    logprobs: U32 = 0
+    context: Annotated[bytes, msgspec.Meta(max_length=1 << 22)] = b""
 
 
 class Source(Message, frozen=True, array_like=True, tag=True):
@@ -115,8 +129,11 @@ class Open(Message, frozen=True, array_like=True, tag=True):
     """Reserve KV for `sequences` x `max_length` tokens on blocks `[start, end)`.
 
     `secret` lets the upstream stage attach. `next` is None at the last stage.
-    `ring` (stage 0, for ids to come back to) and `sampling` are later, as are
-    `input`/`output` other than rows.
+
+    With the server head `input` is ids at stage 0, `output` is ids at the last stage, and
+    `ring` tells the last stage where stage 0 is: it attaches there and sends chosen
+    tokens back, in micro-batches of up to `group_rows` rows. `stages` is how many the
+    route has: so many micro-batches keep all of them busy.
 
     An epoch above the session's own moves the session on: this stream becomes the
     client's, `secret` and `next` replace the old ones, steps of older epochs are
@@ -137,7 +154,8 @@ class Open(Message, frozen=True, array_like=True, tag=True):
     input: Content = "rows"
     output: Content = "rows"
     ring: Hop | None = None
-    sampling: Sampling | None = None
+    group_rows: Index = 0
+    stages: Index = 1
     resume: bool = False
     wait_s: float = 0.0
     source: Source | None = None
@@ -262,6 +280,12 @@ class Step(Message, frozen=True, array_like=True, tag=True):
     blocks end at `until` answers (with no rows) and nothing goes beyond it. Its
     sequences then count as touched by step `as_of`, and the operations of the steps
     `included` as done. `write_kv` false (later) only recomputes rows.
+
+    With the server head, `sampling` says for each row of the table how its next token
+    is chosen (None: it isn't, a later part of the prompt follows). The last stage tells the
+    client and sends the tokens of rows that go on to stage 0 as a step with `loop`: one
+    token a row, the number of the step it came from. Such steps are ordered by
+    position alone. The client sends one, with `sampling`, to go on after a recovery.
     """
 
     session: Id16
@@ -284,6 +308,8 @@ class Step(Message, frozen=True, array_like=True, tag=True):
     until: Index = 0
     as_of: U63 = 0
     included: tuple[U63, ...] = ()
+    loop: bool = False
+    sampling: tuple[Sampling | None, ...] = ()
 
 
 class Replay(Message, frozen=True, array_like=True, tag=True):
@@ -307,13 +333,23 @@ class Replay(Message, frozen=True, array_like=True, tag=True):
 
 
 class Output(Message, frozen=True, array_like=True, tag=True):
-    """The last stage's answer to a step."""
+    """The last stage's answer to a step.
+
+    With ids as payload (`[R, 1]`): of which sequences, the position that each token takes,
+    whether the sequence ends with it and why, and if asked for its log-probability and
+    the likeliest tokens with theirs.
+    """
 
     session: Id16
     epoch: U32
     step: U63
     payload: Payload
     timings: tuple[Timing, ...] = ()
+    sequences: tuple[Index, ...] = ()
+    positions: tuple[Index, ...] = ()
+    finished: tuple[Literal["", "stop", "length"], ...] = ()
+    logprobs: tuple[float, ...] = ()
+    alternatives: tuple[tuple[tuple[Index, float], ...], ...] = ()
 
 
 class Acknowledged(Message, frozen=True, array_like=True, tag=True):

@@ -22,7 +22,7 @@ from bloombee.core import SessionId
 from bloombee.errors import BloomBeeError, PeerStopping, RequestError
 from bloombee.kv.interface import KVPool
 from bloombee.server.forward import Failure, Run, run_pass, typed
-from bloombee.server.scheduler import Budget, Share, next_batch
+from bloombee.server.scheduler import Budget, Scheduler, Share
 from bloombee.server.work import Model, Outcome, StepWork, Waiting
 from bloombee.telemetry import now_us
 
@@ -40,11 +40,13 @@ STOPPING = "the server is shutting down"
 class ExecutorSettings:
     """`threads` torch computes with; `pass_tokens` of one forward pass at most.
 
-    `whole_prompts` are not cut to that: some models rotate by the length of the call.
+    While others decode a pass takes at most `chunk_tokens` of prompts. `whole_prompts`
+    are not cut to either: some models rotate by the length of the call.
     """
 
     threads: int = 1
     pass_tokens: int = 512
+    chunk_tokens: int = 128
     whole_prompts: bool = False
 
 
@@ -75,6 +77,7 @@ class Executor:
         self._model = model
         self._pool = pool
         self._settings = settings
+        self._scheduler = Scheduler(Budget.of(settings.pass_tokens, settings.chunk_tokens))
         self._intake: SimpleQueue[_Job] = SimpleQueue()
         self._waiting: list[Waiting] = []
         self._deliveries: list[_Delivery] = []
@@ -196,9 +199,7 @@ class Executor:
 
     def _pass(self) -> None:
         """Run what the scheduler picks."""
-        shares = next_batch(
-            [waiting.item for waiting in self._waiting], Budget(self._settings.pass_tokens)
-        )
+        shares = self._scheduler.next_batch([waiting.item for waiting in self._waiting])
         if not shares:
             return
         runs = self._runs(shares)

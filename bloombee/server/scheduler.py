@@ -1,21 +1,36 @@
-"""What runs next: a pure policy over the work that waits.
+"""What runs next: a policy over the work that waits, without clock or I/O.
 
-The executor keeps the queue and asks `next_batch` before every forward pass. A
-policy answers with shares: whole items, or the next tokens of a long one. The
-executor carries out any answer that keeps these invariants, so a new policy
-(decode first, prefill in the gaps) is another function and nothing else:
+The executor keeps the queue and asks `Scheduler.next_batch` before every forward
+pass. The answer is shares: whole items, or the next tokens of a long one. The executor
+carries out any answer that keeps these invariants (a plain first-come, first-served
+twin lives in the tests):
 
-- the shares hold at most `budget.tokens`, unless the first is a draft tree, which is never cut;
-- one share a session, and all shares on the same span of blocks;
+- the shares hold at most `Budget.tokens`, unless there is one alone that can't be cut;
+- all shares are on the same span of blocks, and all prompts or all none;
 - an item waits for every earlier item that touches one of its sequences.
+
+Decode and verify steps go first, all that wait together: reading the weights is what
+they cost, and it costs the same for one row as for many. Prompts are bound by
+arithmetic, so a token that shared a pass with one would only wait for it. They run in
+passes of their own between the others', and while others decode, in chunks: no token
+waits for more than one chunk.
+
+Nobody starves. Spans take turns; on a span prompts and the rest take turns; decode
+steps run in order of arrival; the prompt of the client that had the fewest prompt
+tokens computed comes first (a client that comes back after a pause does not catch up).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
-from bloombee.core import Phase, SessionId, Span
+from bloombee.core import PeerId, Phase, SessionId, Span
+
+NOBODY = PeerId("")
+
+DECODING_PASSES = 8
+"""So many passes after the last that was not of prompts, a token may be on its way back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +49,25 @@ class WorkItem:
     tokens: int
     touches: frozenset[int]
     divisible: bool = True
+    client: PeerId = NOBODY
+
+    @property
+    def is_prompt(self) -> bool:
+        """Whether it is computed in passes of prompts."""
+        return self.phase is Phase.PREFILL
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """`tokens` of one forward pass, over all its shares."""
+    """`tokens` of one forward pass; `chunk_tokens` of one with prompts while others decode."""
 
     tokens: int
+    chunk_tokens: int
+
+    @classmethod
+    def of(cls, tokens: int, chunk_tokens: int) -> Budget:
+        """A budget whose chunks are no larger than a pass."""
+        return cls(tokens, min(tokens, chunk_tokens))
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,38 +83,107 @@ class Share:
         return self.tokens == self.item.tokens
 
 
-def next_batch(queue: Sequence[WorkItem], budget: Budget) -> tuple[Share, ...]:
-    """First come, first served; what waits behind the first and fits goes along.
+@dataclass(slots=True)
+class _Turn:
+    """When a span ran last (0: never), and what."""
 
-    `queue` is in order of arrival. Prefill is bound by arithmetic and the other
-    phases by reading weights, so the two don't share a pass: a token that waits
-    for someone's prompt gains nothing from it. Only the first share is cut.
+    at: int = 0
+    ran_prompts: bool = True
+
+
+@dataclass(slots=True)
+class _Service:
+    """Prompt tokens computed for each client that has any waiting; newcomers start level."""
+
+    tokens: dict[PeerId, int] = field(default_factory=dict[PeerId, int])
+
+    def update(self, clients: Iterable[PeerId]) -> None:
+        """Forget who waits no more, and take in who is new."""
+        waiting = set(clients)
+        kept = {client: count for client, count in self.tokens.items() if client in waiting}
+        level = min(kept.values(), default=0)
+        self.tokens = {client: kept.get(client, level) for client in waiting}
+
+    def order(self, prompts: Sequence[WorkItem]) -> list[WorkItem]:
+        """Prompts of the clients that had least come first, each client's as they came."""
+        return sorted(prompts, key=lambda item: (self.tokens[item.client], item.arrival))
+
+
+class Scheduler:
+    """Chooses the shares of one pass after another. It remembers whose turn it is."""
+
+    def __init__(self, budget: Budget) -> None:
+        self._budget = budget
+        self._turns: dict[Span, _Turn] = {}
+        self._passes = 0
+        self._rest_ran = -DECODING_PASSES
+        self._service = _Service()
+
+    def next_batch(self, queue: Sequence[WorkItem]) -> tuple[Share, ...]:
+        """The shares of the next pass; none only when nothing waits.
+
+        `queue` is in order of arrival.
+        """
+        if not queue:
+            return ()
+        ready = _ready(queue)
+        span = self._span_of_turn(ready)
+        turn = self._turns[span]
+        here = [item for item in ready if item.span == span]
+        prompts = [item for item in here if item.is_prompt]
+        rest = [item for item in here if not item.is_prompt]
+        self._service.update(item.client for item in queue if item.is_prompt)
+        if prompts and (not rest or not turn.ran_prompts):
+            decoding = self._passes - self._rest_ran < DECODING_PASSES
+            limit = self._budget.chunk_tokens if rest or decoding else self._budget.tokens
+            shares = _fill(self._service.order(prompts), limit)
+            for share in shares:
+                self._service.tokens[share.item.client] += share.tokens
+        else:
+            shares = _fill(rest, self._budget.tokens)
+            self._rest_ran = self._passes
+        self._passes += 1
+        turn.at, turn.ran_prompts = self._passes, shares[0].item.is_prompt
+        return tuple(shares)
+
+    def _span_of_turn(self, ready: Sequence[WorkItem]) -> Span:
+        """Of the spans that have work, the one that ran longest ago."""
+        spans = {item.span: None for item in ready}
+        self._turns = {span: self._turns.get(span, _Turn()) for span in {*self._turns, *spans}}
+        return min(spans, key=lambda span: self._turns[span].at)
+
+
+def _ready(queue: Sequence[WorkItem]) -> list[WorkItem]:
+    """The items that wait for no earlier one."""
+    ready: list[WorkItem] = []
+    claimed: set[tuple[SessionId, int]] = set()
+    for item in queue:
+        touches = [(item.session, sequence) for sequence in item.touches]
+        if claimed.isdisjoint(touches):
+            ready.append(item)
+        claimed.update(touches)
+    return ready
+
+
+def _fill(items: Sequence[WorkItem], limit: int) -> list[Share]:
+    """As many of `items` as fit, in order; the first goes along whatever its size.
+
+    One that can be cut fills what is left; one that can't is passed over, and comes
+    first in a later pass, since those before it leave the queue.
     """
-    if not queue:
-        return ()
-    first = queue[0]
-    shares = [Share(first, min(first.tokens, budget.tokens) if first.divisible else first.tokens)]
-    left = budget.tokens - shares[0].tokens
-    taken = {first.session}
-    passed_over: set[tuple[SessionId, int]] = set()
-    for item in queue[1:]:
+    shares: list[Share] = []
+    left = limit
+    for item in items:
         if left <= 0:
             break
-        fits = (
-            item.tokens <= left
-            and item.session not in taken
-            and _merges(item, first)
-            and not any((item.session, sequence) in passed_over for sequence in item.touches)
-        )
-        if fits:
-            shares.append(Share(item, item.tokens))
-            left -= item.tokens
-            taken.add(item.session)
+        if item.tokens <= left:
+            tokens = item.tokens
+        elif item.divisible:
+            tokens = left
+        elif not shares:
+            tokens = item.tokens
         else:
-            passed_over.update((item.session, sequence) for sequence in item.touches)
-    return tuple(shares)
-
-
-def _merges(item: WorkItem, first: WorkItem) -> bool:
-    same_kind = (item.phase is Phase.PREFILL) == (first.phase is Phase.PREFILL)
-    return same_kind and item.span == first.span
+            continue
+        shares.append(Share(item, tokens))
+        left -= tokens
+    return shares

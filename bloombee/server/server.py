@@ -281,6 +281,7 @@ def _stage(
             executor_settings=ExecutorSettings(
                 threads=torch.get_num_threads() if settings.threads == "auto" else settings.threads,
                 pass_tokens=settings.max_step_tokens,
+                chunk_tokens=settings.chunk_tokens,
                 whole_prompts=opened.source.whole_prompts,
             ),
             connection_settings=ConnectionSettings(swarm_key=who.swarm_key),

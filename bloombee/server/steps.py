@@ -233,6 +233,7 @@ class Steps:
                 wanted=_wanted(session, step),
                 wire_dtype=torch_dtype(session.wire_dtype),
                 done=done,
+                client=session.owner,
             )
         )
         self._taken.add()

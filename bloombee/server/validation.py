@@ -136,7 +136,7 @@ _OPEN_RULES: tuple[Rule[Open, _OpenContext], ...] = (
         lambda m, c: f"input {m.input} and output {m.output}: this version takes and gives rows",
     ),
     Rule(
-        lambda m, c: m.ring is not None or m.sampling is not None,
+        lambda m, c: m.ring is not None,
         Unsupported,
         lambda m, c: "sampling on the server: this version leaves the head to the client",
     ),
@@ -184,6 +184,11 @@ _STEP_RULES: tuple[Rule[Step, StepContext], ...] = (
         lambda m, c: m.step < 1,
         ProtocolError,
         lambda m, c: "steps count from 1",
+    ),
+    Rule(
+        lambda m, c: m.loop or bool(m.sampling),
+        Unsupported,
+        lambda m, c: f"step {m.step} asks for tokens: this version leaves the head to the client",
     ),
     Rule(
         lambda m, c: not m.write_kv or bool(m.operations.accepted),

@@ -9,11 +9,11 @@ from typing import Literal, Protocol
 import torch
 from jaxtyping import Float
 
-from bloombee.core import PackedTable, Phase, SessionId, Span
+from bloombee.core import PackedTable, PeerId, Phase, SessionId, Span
 from bloombee.errors import BloomBeeError
 from bloombee.kv.interface import BatchItem, KVPool
 from bloombee.protocol.messages import Operations
-from bloombee.server.scheduler import WorkItem
+from bloombee.server.scheduler import NOBODY, WorkItem
 
 Wanted = Literal["all", "last", "none"]
 
@@ -51,8 +51,8 @@ class Outcome:
 class StepWork:
     """A checked step for the compute thread.
 
-    `rows` lie on the host. `wanted` says which rows come back, in `wire_dtype`.
-    `done` is called once, on the event loop.
+    `client` asked for it. `rows` lie on the host. `wanted` says which rows come back,
+    in `wire_dtype`. `done` is called once, on the event loop.
     """
 
     session: SessionId
@@ -66,6 +66,7 @@ class StepWork:
     wanted: Wanted
     wire_dtype: torch.dtype
     done: Callable[[Outcome], None]
+    client: PeerId = NOBODY
 
 
 @dataclass(slots=True, eq=False)
@@ -95,6 +96,7 @@ class Waiting:
             tokens=work.table.tokens,
             touches=work.touches,
             divisible=divisible and work.table.parents is None,
+            client=work.client,
         )
         return cls(work, item, arrived_us)
 

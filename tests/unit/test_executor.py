@@ -123,6 +123,18 @@ def test_waiting_sessions_share_a_pass() -> None:
     run(test)
 
 
+def test_steps_of_one_session_share_a_pass_when_they_share_no_sequence() -> None:
+    async def test(bench: Bench) -> None:
+        async with bench.held_up():
+            parts = [bench.submit(A, PackedTable((n,), (0,), (1,))) for n in (0, 1, 2)]
+            again = bench.submit(A, PackedTable((1,), (1,), (1,)))
+        assert [first(await part) for part in (*parts, again)] == [[4]] * 4
+        assert [len(batch) for batch in bench.model.batches] == [3, 1]
+        assert await bench.executor.call(lambda pool: pool.lengths(A)) == (1, 2, 1)
+
+    run(test)
+
+
 def test_one_bad_session_does_not_fail_the_others() -> None:
     async def test(bench: Bench) -> None:
         bench.model.failing[B] = RuntimeError("out of luck\nsecond line")

@@ -28,11 +28,15 @@ SAMPLES: tuple[m.AnyMessage, ...] = (
     m.Hello(1, "peer", b"key", 1.5, b"signature", b"proof"),
     m.Open(
         SESSION, bytes(16), 3, "print", 0, 10, 8, 2048, "bfloat16", next=HOP, ring=HOP,
-        output="ids", sampling=m.Sampling(7, 0.5, stop_ids=(1, 2)),
+        input="ids", output="ids", group_rows=8, stages=3,
     ),
     m.Failed(SESSION, 0, 0, "kv-full", "3 tokens free, 8 asked for"),
     STEP,
     m.Output(SESSION, 1, 2, PAYLOAD),
+    m.Output(
+        SESSION, 1, 2, PAYLOAD, sequences=(3,), positions=(7,), finished=("stop",),
+        logprobs=(-0.5,), alternatives=(((1, -0.5), (2, -1.5)),),
+    ),
 )  # fmt: skip
 
 

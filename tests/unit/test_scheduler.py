@@ -1,18 +1,24 @@
-"""The scheduler keeps order, budget and its merging rules."""
+"""The scheduler keeps order, budget and turns; nobody starves."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bloombee.core import Phase, SessionId, Span
-from bloombee.server.scheduler import Budget, Share, WorkItem, next_batch
+from bloombee.core import PeerId, Phase, SessionId, Span
+from bloombee.server.scheduler import DECODING_PASSES, Budget, Scheduler, WorkItem
+from tests.fifo import Fifo
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
 
 A, B, C = (SessionId(bytes([letter]) * 16) for letter in b"ABC")
-SPAN = Span(0, 4)
+SPAN, OTHER = Span(0, 4), Span(0, 2)
+BUDGET = Budget(64, 16)
 
 
 def work(
@@ -20,7 +26,7 @@ def work(
     session: SessionId = A,
     phase: Phase = Phase.DECODE,
     tokens: int = 1,
-    touches: frozenset[int] = frozenset({0}),
+    touches: Iterable[int] = (0,),
 ) -> WorkItem:
     return WorkItem(
         arrival=arrival,
@@ -29,95 +35,182 @@ def work(
         phase=phase,
         span=SPAN,
         tokens=tokens,
-        touches=touches,
+        touches=frozenset(touches),
+        client=PeerId(session.decode()[:1]),
     )
 
 
-def picked(queue: list[WorkItem], tokens: int = 64) -> list[tuple[int, int]]:
-    return [(share.item.arrival, share.tokens) for share in next_batch(queue, Budget(tokens))]
-
-
-def prefill(arrival: int, session: SessionId, tokens: int) -> WorkItem:
+def prompt(arrival: int, session: SessionId, tokens: int) -> WorkItem:
     return work(arrival, session, Phase.PREFILL, tokens)
 
 
+def tree(arrival: int, session: SessionId, tokens: int) -> WorkItem:
+    return replace(work(arrival, session, Phase.VERIFY, tokens), divisible=False)
+
+
+@dataclass
+class Bench:
+    """A scheduler with its queue; `run` carries out one pass, as the executor does."""
+
+    scheduler: Scheduler | Fifo = field(default_factory=lambda: Scheduler(BUDGET))
+    queue: list[WorkItem] = field(default_factory=list)
+    finished: list[WorkItem] = field(default_factory=list)
+
+    def run(self) -> list[tuple[int, int]]:
+        """One pass: (arrival, tokens) of its shares."""
+        shares = self.scheduler.next_batch(self.queue)
+        tokens = {share.item.arrival: share.tokens for share in shares}
+        assert len(tokens) == len(shares)
+        left = [replace(i, tokens=i.tokens - tokens.get(i.arrival, 0)) for i in self.queue]
+        assert all(item.tokens >= 0 for item in left)
+        self.finished += [share.item for share in shares if share.finishes]
+        self.queue = [item for item in left if item.tokens]
+        return list(tokens.items())
+
+    def drain(self) -> list[list[tuple[int, int]]]:
+        """All passes until nothing waits."""
+        passes: list[list[tuple[int, int]]] = []
+        while self.queue:
+            passes.append(self.run())
+        return passes
+
+
 CASES = [
-    ("nothing waits", [], 64, []),
-    ("one item", [work(0)], 64, [(0, 1)]),
-    ("three sessions decode together", [work(0, A), work(1, B), work(2, C)], 64,
-     [(0, 1), (1, 1), (2, 1)]),
-    ("verify joins decode", [work(0, A), work(1, B, Phase.VERIFY, 5)], 64, [(0, 1), (1, 5)]),
-    ("prefill stays apart from decode", [work(0, A), prefill(1, B, 8), work(2, C)], 64,
-     [(0, 1), (2, 1)]),
-    ("a long prompt is cut", [prefill(0, A, 100)], 64, [(0, 64)]),
-    ("a cut prompt leaves no room", [prefill(0, A, 64), prefill(1, B, 1)], 64, [(0, 64)]),
-    ("short prompts merge", [prefill(0, A, 30), prefill(1, B, 30)], 64, [(0, 30), (1, 30)]),
-    ("what does not fit is passed over", [prefill(0, A, 30), prefill(1, B, 40), prefill(2, C, 10)],
-     64, [(0, 30), (2, 10)]),
-    ("one share a session",
-     [work(0, A, touches=frozenset({0})), work(1, A, touches=frozenset({1}))], 64, [(0, 1)]),
+    ("one item", [work(0)], [[(0, 1)]]),
+    ("sessions decode together", [work(0, A), work(1, B), work(2, C)], [[(0, 1), (1, 1), (2, 1)]]),
+    ("parts of one session that share nothing too",
+     [work(0, A, touches={0, 1}), work(1, A, touches={2})], [[(0, 1), (1, 1)]]),
+    ("verify joins decode", [work(0, A), tree(1, B, 5)], [[(0, 1), (1, 5)]]),
+    ("decode first, then what came before it", [prompt(0, B, 8), work(1, A)], [[(1, 1)], [(0, 8)]]),
+    ("a long prompt is cut to a pass", [prompt(0, A, 100)], [[(0, 64)], [(0, 36)]]),
+    ("to a chunk while others decode", [prompt(0, A, 40), work(1, B)],
+     [[(1, 1)], [(0, 16)], [(0, 16)], [(0, 8)]]),
+    ("short prompts merge", [prompt(0, A, 30), prompt(1, B, 30)], [[(0, 30), (1, 30)]]),
+    ("what is left of a pass goes to the next", [prompt(0, A, 30), prompt(1, B, 50)],
+     [[(0, 30), (1, 34)], [(1, 16)]]),
+    ("a tree is never cut", [tree(0, A, 100), work(1, B)], [[(0, 100)], [(1, 1)]]),
+    ("nor started when it does not fit", [work(0, B), tree(1, A, 64), work(2, C)],
+     [[(0, 1), (2, 1)], [(1, 64)]]),
+    ("a later step waits for one that touches its sequence",
+     [prompt(0, A, 4), work(1, A), work(2, B)], [[(2, 1)], [(0, 4)], [(1, 1)]]),
+    ("spans take turns", [work(0, A), replace(work(1, B), span=OTHER), work(2, C)],
+     [[(0, 1), (2, 1)], [(1, 1)]]),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("queue", "tokens", "expected"), [c[1:] for c in CASES], ids=[c[0] for c in CASES]
-)
-def test_policy(queue: list[WorkItem], tokens: int, expected: list[tuple[int, int]]) -> None:
-    assert picked(queue, tokens) == expected
+@pytest.mark.parametrize(("queue", "passes"), [c[1:] for c in CASES], ids=[c[0] for c in CASES])
+def test_policy(queue: list[WorkItem], passes: list[list[tuple[int, int]]]) -> None:
+    assert Bench(queue=queue).drain() == passes
 
 
-def test_a_draft_tree_is_never_cut() -> None:
-    tree = replace(work(0, A, Phase.VERIFY, 100), divisible=False)
-    assert next_batch([tree, work(1, B)], Budget(64)) == (Share(tree, 100),)
+def test_nothing_waits() -> None:
+    assert Scheduler(BUDGET).next_batch([]) == ()
 
 
-def test_other_spans_run_by_themselves() -> None:
-    assert picked([work(0, A), replace(work(1, B), span=Span(0, 2)), work(2, C)]) == [
-        (0, 1),
-        (2, 1),
-    ]
+def test_a_prompt_and_a_stream_of_tokens_alternate() -> None:
+    bench = Bench(queue=[prompt(0, A, 48)])
+    seen: list[tuple[int, int]] = []
+    for arrival in range(1, 9):
+        bench.queue.append(work(arrival, B))
+        seen += bench.run()
+    assert seen[:6] == [(1, 1), (0, 16), (2, 1), (0, 16), (3, 1), (0, 16)]
 
 
-def test_a_later_step_never_overtakes_one_that_touches_its_sequence() -> None:
-    long = work(1, B, Phase.PREFILL, 9)
-    assert picked([work(0, A), long, work(2, B)]) == [(0, 1)]
-    assert picked([work(0, A), long, replace(work(2, B), touches=frozenset({3}))]) == [
-        (0, 1),
-        (2, 1),
-    ]
+def test_whole_passes_again_once_nobody_decodes() -> None:
+    bench = Bench(queue=[prompt(0, A, 1000), work(1, B)])
+    sizes = [passes[0][1] for passes in bench.drain()]
+    assert sizes[: DECODING_PASSES + 1] == [1, *[16] * (DECODING_PASSES - 1), 64]
+
+
+def test_a_client_with_many_prompts_does_not_hold_up_another() -> None:
+    many = [work(n, A, Phase.PREFILL, 64, touches={n}) for n in range(10)]
+    bench = Bench(queue=[*many, prompt(10, B, 64)])
+    order = [passes[0][0] for passes in bench.drain()]
+    assert order.index(10) <= 1
+    assert [each for each in order if each != 10] == list(range(10))
+
+
+def test_a_client_that_comes_back_does_not_catch_up() -> None:
+    bench = Bench(queue=[work(n, A, Phase.PREFILL, 64, touches={n}) for n in range(6)])
+    for _ in range(5):
+        bench.run()
+    bench.queue += [work(n, B, Phase.PREFILL, 64, touches={n}) for n in range(10, 14)]
+    bench.queue += [work(n, A, Phase.PREFILL, 64, touches={n}) for n in range(20, 24)]
+    owners = [bench.run()[0][0] // 10 == 1 for _ in range(6)]
+    assert owners.count(True) == 3
+
+
+KINDS: dict[str, Callable[[int], WorkItem]] = {
+    "a token": lambda n: work(n, B, touches={1000 + n}),
+    "a prompt of another client": lambda n: prompt(n, C, 64),
+    "a token on another span": lambda n: replace(work(n, C, touches={n}), span=OTHER),
+    "a prompt on another span": lambda n: replace(prompt(n, C, 64), span=OTHER),
+}
+
+
+@pytest.mark.parametrize("flood", KINDS)
+@pytest.mark.parametrize("victim", [work(0), prompt(0, A, 64), tree(0, A, 64)])
+def test_nobody_starves_in_a_flood(flood: str, victim: WorkItem) -> None:
+    """Two new items of a kind come before every pass, for as long as the victim waits."""
+    bench = Bench(queue=[victim])
+    arrival = 1
+    for passes in range(60):
+        bench.queue += [KINDS[flood](arrival), KINDS[flood](arrival + 1)]
+        arrival += 2
+        bench.run()
+        if any(item.arrival == 0 for item in bench.finished):
+            assert passes <= 12
+            return
+    raise AssertionError("it still waits")
 
 
 items = st.builds(
-    work,
-    arrival=st.just(0),
+    lambda session, phase, tokens, touches, span, cut: replace(
+        work(0, session, phase, tokens, touches), span=span, divisible=cut or phase is Phase.DECODE
+    ),
     session=st.sampled_from([A, B, C]),
     phase=st.sampled_from(list(Phase)),
-    tokens=st.integers(1, 40),
+    tokens=st.integers(1, 90),
     touches=st.frozensets(st.integers(0, 3), min_size=1),
+    span=st.sampled_from([SPAN, OTHER]),
+    cut=st.booleans(),
 )
+lives = st.lists(st.lists(items, max_size=4), max_size=8)
 
 
-@given(st.lists(items, max_size=12), st.integers(1, 32))
-def test_everything_runs_once_in_order_and_within_budget(raw: list[WorkItem], tokens: int) -> None:
-    queue = [replace(item, arrival=number) for number, item in enumerate(raw)]
-    total, ran, done = sum(item.tokens for item in queue), 0, []
-    while queue:
-        shares = next_batch(queue, Budget(tokens))
-        assert shares and shares[0].item is queue[0]
-        assert sum(share.tokens for share in shares) <= tokens
-        assert len({share.item.session for share in shares}) == len(shares)
-        progress = {share.item.arrival: share for share in shares}
-        ran += sum(share.tokens for share in shares)
-        done += [share.item for share in shares if share.finishes]
-        queue = [
-            replace(item, tokens=item.tokens - progress[item.arrival].tokens)
-            if item.arrival in progress
-            else item
-            for item in queue
-            if item.arrival not in progress or not progress[item.arrival].finishes
-        ]
-    assert ran == total
+def _numbered(raw: list[list[WorkItem]]) -> list[list[WorkItem]]:
+    count = iter(range(1000))
+    return [[replace(item, arrival=next(count)) for item in arriving] for arriving in raw]
+
+
+@settings(max_examples=300, deadline=None)
+@given(lives, st.integers(8, 64), st.integers(4, 64))
+def test_like_the_twin_it_runs_everything_once_and_in_order(
+    raw: list[list[WorkItem]], tokens: int, chunk: int
+) -> None:
+    arrivals = _numbered(raw)
+    budget = Budget.of(tokens, chunk)
+    bench, twin = Bench(Scheduler(budget)), Bench(Fifo(budget))
+    for arriving in arrivals:
+        for each in (bench, twin):
+            each.queue += arriving
+        shares = bench.scheduler.next_batch(bench.queue)
+        spent = sum(share.tokens for share in shares)
+        assert bool(shares) == bool(bench.queue)
+        assert spent <= tokens or (len(shares) == 1 and not shares[0].item.divisible)
+        assert len({share.item.span for share in shares}) <= 1
+        assert len({share.item.is_prompt for share in shares}) <= 1
+        touched = [(s.item.session, n) for s in shares for n in s.item.touches]
+        assert len(set(touched)) == len(touched)
+        bench.run()
+        twin.run()
+    bench.drain()
+    twin.drain()
+    assert {i.arrival for i in bench.finished} == {i.arrival for i in twin.finished}
     for session in (A, B, C):
         for sequence in range(4):
-            arrivals = [i.arrival for i in done if i.session == session and sequence in i.touches]
-            assert arrivals == sorted(arrivals)
+            mine, theirs = (
+                [i.arrival for i in b.finished if i.session == session and sequence in i.touches]
+                for b in (bench, twin)
+            )
+            assert mine == theirs

@@ -81,7 +81,6 @@ def step(
         ({"input": "ids"}, Unsupported, "rows"),
         ({"output": "logits"}, Unsupported, "rows"),
         ({"ring": HOP}, Unsupported, "head"),
-        ({"sampling": Sampling(seed=1)}, Unsupported, "head"),
     ],
 )
 def test_open_is_refused(changes: dict[str, Any], error: type[BloomBeeError], says: str) -> None:
@@ -102,6 +101,8 @@ def test_open_gives_terms_also_for_a_part_of_the_span() -> None:
         ({"epoch": 2}, StaleEpoch, "epoch 2"),
         ({"epoch": 4}, ProtocolError, "open that epoch first"),
         ({"step": 0}, ProtocolError, "from 1"),
+        ({"loop": True}, Unsupported, "head"),
+        ({"sampling": (Sampling(1),)}, Unsupported, "head"),
         ({"replay": True, "until": 7}, ProtocolError, "up to block 7 came to a stage of"),
         (
             {"replay": True, "until": 8, "operations": Operations(forks=((1, 0),))},
