@@ -21,7 +21,7 @@ from bloombee.client.terms import SessionTerms
 from bloombee.compression import Buffer
 from bloombee.config.client import ClientSettings
 from bloombee.errors import BloomBeeError
-from bloombee.protocol.messages import Replay, Step
+from bloombee.protocol.messages import Operations, Replay, Step
 
 EmbedEntries = Callable[[Sequence[Entry], torch.Tensor], Float[torch.Tensor, "T D"]]
 """Entries of a history and their positions `[T]` to the rows that enter the first block."""
@@ -92,11 +92,21 @@ class Rebuilder:
         limit = min(seat.standing.max_step_tokens for seat in involved)
         limit = self._past.terms.step_tokens(limit, self._settings.payload_bytes)
         rows = self._rows(gap)
+        releases = self._releases(rows)
         for part in self._parts(rows, gap, limit):
             effort.tokens += part.table.tokens * gap.stages
             effort.row_bytes += part.table.tokens * gap.stages * self._past.terms.row_bytes
             make = self._from_stage if gap.first else self._from_here
-            yield make(gap, rows, part)
+            yield make(gap, rows, part, releases)
+            releases = ()  # a sequence is released once
+
+    def _releases(self, rows: Rows) -> tuple[int, ...]:
+        """The sequences that are gone as of `rows`; pending steps release others themselves."""
+        later: set[int] = set()
+        for step in self._circuit.ledger:
+            if step.number not in rows.included:
+                later.update(step.operations.releases)
+        return tuple(sorted(self._past.history.released - later))
 
     def _parts(self, rows: Rows, gap: Gap, limit: int) -> Iterator[Part]:
         if not self._past.terms.whole_prompts:
@@ -107,11 +117,12 @@ class Rebuilder:
     def _rows(self, gap: Gap) -> Rows:
         ledger, history = self._circuit.ledger, self._past.history
         if not gap.first:
-            return rows_of_client(history.lengths, ledger)
+            return rows_of_client(history.lengths, ledger, history.released)
         before = self._circuit.seats[gap.first - 1].standing
-        return rows_of_stage(before.held_tokens, before.newest_steps, ledger)
+        held, newest = before.held_tokens, before.newest_steps
+        return rows_of_stage(held, newest, ledger, history.released)
 
-    def _from_stage(self, gap: Gap, rows: Rows, part: Part) -> _Job:
+    def _from_stage(self, gap: Gap, rows: Rows, part: Part, releases: tuple[int, ...]) -> _Job:
         circuit, table = self._circuit, part.table
         number, answer = circuit.ledger.expect_replay()
         message = Replay(
@@ -124,11 +135,11 @@ class Rebuilder:
             until=circuit.seats[gap.last].span.end,
             as_of=self._as_of,
             included=rows.included,
-            releases=tuple(sorted(self._past.history.released)),
+            releases=releases,
         )
         return _Job(circuit.seats[gap.first - 1].stream, message, b"", answer)
 
-    def _from_here(self, gap: Gap, rows: Rows, part: Part) -> _Job:
+    def _from_here(self, gap: Gap, rows: Rows, part: Part, releases: tuple[int, ...]) -> _Job:
         circuit, table = self._circuit, part.table
         payload, content = encode_rows(self._embedded(part), self._past.terms.dtype)
         number, answer = circuit.ledger.expect_replay()
@@ -142,6 +153,7 @@ class Rebuilder:
             counts=table.counts,
             payload=payload,
             want="none",
+            operations=Operations(releases=releases),
             replay=True,
             until=circuit.seats[gap.last].span.end,
             as_of=self._as_of,
