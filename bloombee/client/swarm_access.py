@@ -128,6 +128,7 @@ class SwarmAccess:
                 if search.failure is None or now() >= search.until_s:
                     self._seen = None
                     raise (search.failure or error) from error
+            search.failures += 1
             await asyncio.sleep(search.pause_s())
 
     def _learn(self, search: _Search, stage: StageFailure) -> None:
