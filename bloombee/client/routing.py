@@ -204,8 +204,8 @@ def missing_spans(spans: Iterable[Span], num_blocks: int) -> list[Span]:
     gaps: list[Span] = []
     reached = 0
     for span in sorted(spans):
-        if span.start > reached:
-            gaps.append(Span(reached, min(span.start, num_blocks)))
+        if (end := min(span.start, num_blocks)) > reached:
+            gaps.append(Span(reached, end))
         reached = max(reached, span.end)
     if reached < num_blocks:
         gaps.append(Span(reached, num_blocks))

@@ -155,3 +155,5 @@ def test_missing_spans_between_overlaps() -> None:
     spans = [Span(2, 6), Span(4, 8), Span(12, 14)]
     assert [str(s) for s in missing_spans(spans, 16)] == ["0:2", "8:12", "14:16"]
     assert missing_spans([Span(0, 16)], 16) == []
+    assert [str(s) for s in missing_spans([Span(0, 2), Span(9, 12)], 4)] == ["2:4"]
+    assert missing_spans([Span(0, 4), Span(9, 12)], 4) == []
