@@ -7,7 +7,8 @@ all that is left on an accelerator and half of it on a CPU, whose memory is
 shared with the rest of the machine; `MOST_TOKENS` at most. Each token of KV comes with
 a row of the journal, which lies on the host: on a CPU that is the same memory, beside
 an accelerator it is counted against the host's. KV of parked sessions lies on the
-host too, and takes at most what is left there. Pure arithmetic.
+host too, and takes at most what is left there beside the journals of those sessions.
+Pure arithmetic.
 """
 
 from __future__ import annotations
@@ -67,12 +68,14 @@ class Memory:
         none = self.bytes_of(0, kv_tokens)
         return max(0, self.usable_bytes - none) // (self.bytes_of(1, kv_tokens) - none)
 
-    def host_left_bytes(self, blocks: int, kv_tokens: int) -> int:
-        """What is usable of the host beside blocks, KV and journal."""
+    def park_room_bytes(self, blocks: int, kv_tokens: int) -> int:
+        """For KV that is set aside on the host: each token of it keeps its row of the journal."""
         taken = self.bytes_of(blocks, kv_tokens)
         if not self.is_shared:
             taken = kv_tokens * self.journal_bytes_per_token
-        return max(0, self.usable_host_bytes - taken)
+        left = max(0, self.usable_host_bytes - taken)
+        kv = blocks * self.kv_bytes_per_token_and_block
+        return left * kv // (kv + self.journal_bytes_per_token)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +140,7 @@ def plan_memory(
         kv_tokens=tokens,
         kv_bytes=tokens * blocks * memory.kv_bytes_per_token_and_block,
         journal_bytes=tokens * memory.journal_bytes_per_token,
-        park_bytes=min(park_bytes, memory.host_left_bytes(blocks, tokens)),
+        park_bytes=min(park_bytes, memory.park_room_bytes(blocks, tokens)),
         free_bytes=memory.free_bytes,
     )
 
