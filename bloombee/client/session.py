@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float
@@ -94,11 +94,11 @@ class RemoteSession:
             if not refusals:
                 opening = Opening(
                     terms=self.terms,
-                    open_s=settings.open_s,
+                    open_s=settings.open_s / 2,  # there is time for another attempt
                     wait_s=wait_s,
                     in_turn=wait_s > 0,
                 )
-                self._start()
+                self._run(keep_alive(circuit, settings))
                 refusals = await open_seats(circuit, opening)
             for refusal in sorted(refusals, key=lambda each: isinstance(each.error, KVFull)):
                 raise StageFailure(refusal.seat.peer, refusal.error)
@@ -106,13 +106,10 @@ class RemoteSession:
             await self.close()
             raise
         self._measure()
+        self._run(self._take_care())  # not before: until here it is opening that sees to losses
 
-    def _start(self) -> None:
-        tasks = self._circuit.tasks
-        self._background = [
-            tasks.create_task(keep_alive(self._circuit, self._settings)),
-            tasks.create_task(self._take_care()),
-        ]
+    def _run(self, work: Coroutine[Any, Any, None]) -> None:
+        self._background.append(self._circuit.tasks.create_task(work))
 
     def _measure(self) -> None:
         allowed = min(seat.standing.max_step_tokens for seat in self._circuit.seats)
