@@ -24,19 +24,26 @@ async def keep_alive(circuit: Circuit, settings: ClientSettings) -> None:
         links = [
             link for link in circuit.links if link.is_up and link.connection.state in _ANSWERING
         ]
-        for link in links:
-            if late_s > settings.heartbeat_s:
+        if late_s > settings.heartbeat_s:
+            for link in links:
                 link.heard_s += late_s  # it was us who did not listen
-            elif now() - link.heard_s > settings.silence_s:
-                _miss(link, settings.silence_s)
+        for link in _silent(links, now(), settings):
+            _miss(link, settings.silence_s)
         async with asyncio.TaskGroup() as tasks:
             for link in links:
                 tasks.create_task(link.beat(circuit.session, settings.heartbeat_s))
         _look_for_stalls(circuit, stalls, now())
 
 
-def _answers(link: StageLink) -> bool:
-    return link.is_up and link.connection.state in _ANSWERING
+def _silent(links: list[StageLink], now_s: float, settings: ClientSettings) -> list[StageLink]:
+    """Those silent for too long, and with them those about to be: it is one and the same cause.
+
+    When our own network fails all stages fall silent within a beat.
+    """
+    if all(now_s - link.heard_s <= settings.silence_s for link in links):
+        return []
+    nearly_s = max(settings.silence_s - 2 * settings.heartbeat_s, settings.silence_s / 2)
+    return [link for link in links if now_s - link.heard_s > nearly_s]
 
 
 def _miss(link: StageLink, silence_s: float) -> None:

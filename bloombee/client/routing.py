@@ -97,7 +97,7 @@ def choose_route(
 ) -> Route:
     """The route for a session, deterministic for given offers and numbers of `tie_break`.
 
-    `exclude` failed of late, `busy` serve other blocks of the same session.
+    `exclude` failed of late, `busy` are in the same session already.
 
     Raises SwarmError naming the blocks that no usable server holds and why others were
     left out; RequestError when servers hold them all but the session is too large for
@@ -105,7 +105,7 @@ def choose_route(
     """
     ordered = sorted(offers, key=lambda offer: offer.peer)
     barred = {
-        **dict.fromkeys(busy, "serves another part"),
+        **dict.fromkeys(busy, "is in the session"),
         **dict.fromkeys(exclude, "failed before"),
     }
     verdicts = [_judge(offer, demand, barred) for offer in ordered]

@@ -85,7 +85,7 @@ class Staffing:
         self, run: list[Seat], cares: Mapping[Seat, Cares], chosen: dict[Seat, Care], case: _Case
     ) -> None:
         try:
-            await self._take_over(run, case)
+            await self._take_over(run, case, frozenset())
             return
         except BloomBeeError as error:
             missing = error if isinstance(error, SwarmError) else SwarmError(str(error))
@@ -120,23 +120,28 @@ class Staffing:
         for low, high in ((first - 1, last), (first, last + 1), (0, len(seats) - 1)):
             if low < 0 or high >= len(seats):
                 continue
+            wider = seats[low : high + 1]
+            living = frozenset(seat.peer for seat in wider if seat not in run)
             try:
-                await self._take_over(seats[low : high + 1], case)
+                await self._take_over(wider, case, living)
             except BloomBeeError as error:
                 _log.debug("no other servers for a wider span either: %s", error)
             else:
                 return True
         return False
 
-    async def _take_over(self, run: list[Seat], case: _Case) -> None:
-        """Other peers for the blocks of `run`. Raises SwarmError or RequestError."""
+    async def _take_over(self, run: list[Seat], case: _Case, living: frozenset[PeerId]) -> None:
+        """Other peers for the blocks of `run`, those in `living` among them.
+
+        Who holds a lost seat is not one: where nobody else can be had, it stays (`_stay`),
+        with what it has. Raises SwarmError or RequestError.
+        """
         span = Span(run[0].span.start, run[-1].span.end)
-        busy = frozenset(seat.peer for seat in self._circuit.seats if seat not in run)
+        busy = frozenset(seat.peer for seat in self._circuit.seats) - living
         fresh = False
         while True:
             found = await self._around.holders(span, self._terms, busy=busy, fresh=fresh)
             new = [Seat(holder.stage, holder.endpoints) for holder in found]
-            await self._free(run, {seat.peer for seat in new})
             limit_s = min(TAKE_OVER_S, self._around.settings.connect_s)
             failed = await dial(self._circuit, new, self._around, limit_s)
             if not failed:
@@ -145,6 +150,7 @@ class Staffing:
             for refusal in failed:
                 case.last = refusal.error
                 self._around.health.failed(refusal.seat.peer, asyncio.get_running_loop().time())
+        await self._free(run, {seat.peer for seat in new})
         if len(run) == len(new) == 1:
             new[0].source = _source(run[0])
         self._circuit.replace(run, new)
