@@ -77,6 +77,7 @@ class Contact:
 
     async def keep(self, dht: Dht) -> None:
         """Meet the initial peers that `dht` has lost, and remember whom it knows. Never raises."""
+        dht.tidy()
         lost = [peer for peer in self._initial if not dht.knows(peer.peer)]
         await greet_quietly(dht, await _reachable(lost), JoinDeadlines().grace_s)
         if dht.knows_peers:

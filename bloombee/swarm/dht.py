@@ -140,6 +140,13 @@ class Dht:
         self._node.blacklist.clear()
         return banned
 
+    def tidy(self) -> None:
+        """Drop what hivemind keeps for ever: calls that their callers cancelled, peers' misses."""
+        calls: dict[Any, asyncio.Task[Any]] = self._p2p._client.control._handler_tasks
+        for call in [call for call, task in calls.items() if task.done()]:
+            del calls[call]
+        self._node.blacklist.ban_counter.clear()
+
     def knows(self, peer: PeerId) -> bool:
         """Whether `peer` is in the routing table."""
         return PeerID.from_base58(peer) in self._node.protocol.routing_table
