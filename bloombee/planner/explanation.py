@@ -42,7 +42,7 @@ def explain(problem: Problem) -> Infeasible:
     return Infeasible(
         Constraint.MOST_PEERS,
         f"{model.name} needs more than {problem.most_peers} of these peers: "
-        f"allow {len(linked.route)} or more",
+        f"allow {_fewest(room, model.blocks)} or more",
     )
 
 
@@ -59,6 +59,16 @@ def _room(costs: Costs) -> list[int]:
     """The longest span that fits on each peer."""
     fits = np.isfinite(costs.stage_s[MIDDLE])
     return [int(line.nonzero()[0].max()) if line.any() else 0 for line in fits]
+
+
+def _fewest(room: list[int], blocks: int) -> int:
+    """How many of the roomiest peers hold all blocks."""
+    held = 0
+    for count, most in enumerate(sorted(room, reverse=True), 1):
+        held += most
+        if held >= blocks:
+            return count
+    return len(room)
 
 
 def _too_little_memory(problem: Problem, shape: Shape, room: list[int]) -> Infeasible:
@@ -81,7 +91,7 @@ def _too_little_memory(problem: Problem, shape: Shape, room: list[int]) -> Infea
         Constraint.DEVICE_MEMORY,
         f"the peers hold {sum(weights_only)} of {model.blocks} blocks "
         f"({_listed(problem, weights_only)}) of {_gb(model.block_bytes)} each: add peers with "
-        f"{_gb(missing)} more, or let peers stream weights from host memory",
+        f"{_gb(missing)} more, or give peers host memory to stream weights from",
     )
 
 

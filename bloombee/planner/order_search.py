@@ -32,18 +32,26 @@ if TYPE_CHECKING:
 MOST_FIRSTS = 3
 MOST_STARTS = 3
 MOST_ROUNDS = 6
-PRICE_FACTORS = (0.3, 1.0, 3.0, 10.0, 100.0)
 POOL = 64
 """Peers that one search looks at; further ones are tried from other starts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What a search is for: seconds times the sum of the used peers' `weights`, if given."""
+    """What a search is for: seconds times the sum of the used peers' `weights`, if given.
+
+    `thorough` matters beyond ten peers only: else just the seeds are improved, and briefly.
+    """
 
     goal: Goal
     weights: Floats | None = None
     most_peers: int | None = None
+    thorough: bool = True
+
+    @property
+    def price_factors(self) -> tuple[float, ...]:
+        """How much dearer than they are peers are tried to be, so that fewer are used."""
+        return (0.3, 1.0, 3.0, 10.0, 100.0) if self.thorough else (1.0, 10.0)
 
     def weighted(self, found: Found) -> Found:
         """`found` scored by seconds x weight instead of seconds; infinite with too many peers."""
@@ -61,22 +69,21 @@ def search_order(
     bound: float = float("inf"),
     *,
     seeds: Sequence[Order] = (),
-    thorough: bool = True,
 ) -> Found | None:
     """The best plan found over all orders: exact to ten peers, heuristic beyond.
 
-    `seeds` are orders worth trying first (routes of other shapes); without `thorough` only
-    they are improved. The score is weighted as `terms` say; None when none is below `bound`.
+    `seeds` are orders worth trying first (routes of other shapes). The score is weighted as
+    `terms` say; None when none is below `bound`.
     """
     if costs.peers <= MOST_PEERS:
         return _exact(costs, terms, bound)
-    starts = [*seeds] if seeds and not thorough else [*seeds, *_starts(costs)]
+    starts = [*seeds] if seeds and not terms.thorough else [*seeds, *_starts(costs)]
     best: Found | None = None
     for start in starts:
-        found = _improve(costs, terms, start, rounds=MOST_ROUNDS if thorough else 2)
+        found = _improve(costs, terms, start, rounds=MOST_ROUNDS if terms.thorough else 1)
         if found is not None and found.score_s < min(bound, best.score_s if best else bound):
             best = found
-    if best is not None and thorough and len(best.route) < MOST_PEERS:
+    if best is not None and terms.thorough and len(best.route) < MOST_PEERS:
         best = _polish(costs, terms, best)
     return best
 
@@ -156,7 +163,7 @@ def _solve(costs: Costs, terms: Terms, order: Order) -> Found | None:
     if weights is not None:
         # Where seconds x weight is least, a little more weight costs seconds / weight.
         price = found.score_s / sum(float(weights[peer]) for peer, _ in found.route)
-        for factor in PRICE_FACTORS:
+        for factor in terms.price_factors:
             lean = _penalised(costs, terms, order, weights * (price * factor))
             if lean is not None and lean.score_s < best.score_s:
                 best = lean

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from bloombee.planner.profiles import Cluster, Floats, ModelFacts
 
 THOROUGH_SHAPES = 3
+MOST_SEQUENCES = 4096
+"""Batches are doubled up to here when none is asked for."""
 PER_BATCH = {Objective.THROUGHPUT, Objective.COST, Objective.ENERGY}
 """Objectives that share a step's seconds among the sequences of the batch."""
 
@@ -93,8 +95,10 @@ def _chunks(workload: Workload, batch: int) -> tuple[int, ...]:
     return tuple(sorted({min(chunk, whole) for chunk in workload.chunk_tokens}))
 
 
-def candidates(problem: Problem) -> list[Candidate]:
+def candidates(problem: Problem, thorough: int = THOROUGH_SHAPES) -> list[Candidate]:
     """The best route of every shape that has one, best first.
+
+    Beyond ten peers only the best `thorough` shapes are searched thoroughly.
 
     A shape whose route can't beat the best of another is left out, except in thorough
     searches of few peers, where the bound of its batch and head applies.
@@ -104,10 +108,24 @@ def candidates(problem: Problem) -> list[Candidate]:
     found = _search(problem, list(shapes(problem.workload, problem.objective)))
     if len(problem.cluster.peers) <= MOST_PEERS:
         return found
-    best = [candidate.shape for candidate in found[:THOROUGH_SHAPES]]
+    best = [candidate.shape for candidate in found[:thorough]]
     deep = _search(problem, best, seeds=[_order(c.found) for c in found[:1]], thorough=True)
     named = {candidate.shape: candidate for candidate in (*found, *deep)}
     return sorted(named.values(), key=lambda candidate: candidate.score)
+
+
+def widened(problem: Problem) -> list[Candidate]:
+    """`candidates`, with the batch doubled for as long as the largest one is the best."""
+    found = candidates(problem)
+    largest = max(problem.workload.batches)
+    while found and found[0].shape.batch == largest and largest < MOST_SEQUENCES:
+        if problem.objective not in PER_BATCH:
+            break
+        largest *= 2
+        workload = replace(problem.workload, batches=(largest,))
+        more = candidates(replace(problem, workload=workload))
+        found = sorted((*found, *more), key=lambda candidate: candidate.score)
+    return found
 
 
 def _search(
@@ -117,21 +135,24 @@ def _search(
     seeds: list[tuple[int, ...]] | None = None,
     thorough: bool = False,
 ) -> list[Candidate]:
-    terms = Terms(problem.goal, problem.weights(), problem.most_peers)
+    terms = Terms(problem.goal, problem.weights(), problem.most_peers, thorough)
     bests: dict[tuple[int, str], float] = {}
     made: list[Candidate] = []
-    warm = list(seeds or [])
+    best, warm = float("inf"), list(seeds or [])
     for shape in todo:
         share = problem.share(shape)
         bound = bests.get((shape.batch, shape.head), float("inf"))
         priced = price(problem.model, problem.cluster, problem.workload, shape, problem.focus)
-        found = search_order(priced.costs, terms, bound * share, seeds=warm[-2:], thorough=thorough)
+        found = search_order(priced.costs, terms, bound * share, seeds=warm)
         if found is None:
             continue
         score = found.score_s / share
         bests[shape.batch, shape.head] = score
         made.append(Candidate(score, shape, found))
-        warm = [*(seed for seed in warm if seed != _order(found)), _order(found)]
+        # The best route so far and the last one are where the next search starts from.
+        kept = [] if score < best else warm[:1]
+        warm = list(dict.fromkeys((*kept, _order(found))))
+        best = min(best, score)
     return sorted(made, key=lambda candidate: candidate.score)
 
 
@@ -139,9 +160,9 @@ def _order(found: Found) -> tuple[int, ...]:
     return tuple(peer for peer, _ in found.route)
 
 
-def plan(problem: Problem) -> Plan | Infeasible:
+def plan(problem: Problem, thorough: int = THOROUGH_SHAPES) -> Plan | Infeasible:
     """The best plan of one route, by the cost model, or why there is none."""
-    found = candidates(problem)
+    found = candidates(problem, thorough)
     return finish(problem, found[0]) if found else explain(problem)
 
 
