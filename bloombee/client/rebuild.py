@@ -31,10 +31,14 @@ class Gap:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The first `lengths[s]` tokens of each sequence, and the steps whose operations they show."""
+    """The first `lengths[s]` tokens of each sequence.
+
+    They show the operations of the steps `included` as done; `released` are freed.
+    """
 
     lengths: tuple[int, ...]
     included: tuple[int, ...]
+    released: tuple[int, ...] = ()
 
     @property
     def tokens(self) -> int:
@@ -90,25 +94,34 @@ def gaps(is_empty: Sequence[bool]) -> list[Gap]:
 
 
 def rows_of_stage(
-    held: Sequence[int], newest_steps: Sequence[int], pending: Iterable[PendingStep]
+    held: Sequence[int],
+    newest_steps: Sequence[int],
+    pending: Iterable[PendingStep],
+    released: Iterable[int] = (),
 ) -> Rows:
-    """What a stage replays that holds `held` tokens, given its newest steps."""
-    applied = [
-        step for step in pending if newest_steps[step.part.table.sequences[0]] >= step.number
-    ]
-    return _rows(held, applied)
+    """What a stage replays that holds `held` tokens, given its newest steps.
+
+    `released` are all sequences that were freed, by pending steps too.
+    """
+    steps = list(pending)
+    applied = [s for s in steps if newest_steps[s.part.table.sequences[0]] >= s.number]
+    later = [s for s in steps if s not in applied]
+    freed = set(released) - {each for step in later for each in step.operations.releases}
+    return _rows(held, applied, freed)
 
 
-def rows_of_client(lengths: Sequence[int], pending: Iterable[PendingStep]) -> Rows:
+def rows_of_client(
+    lengths: Sequence[int], pending: Iterable[PendingStep], released: Iterable[int] = ()
+) -> Rows:
     """What the client replays: its history counts every pending step as applied."""
-    return _rows(lengths, list(pending))
+    return _rows(lengths, list(pending), released)
 
 
-def _rows(lengths: Sequence[int], applied: Sequence[PendingStep]) -> Rows:
+def _rows(lengths: Sequence[int], applied: Sequence[PendingStep], released: Iterable[int]) -> Rows:
     kept = list(lengths)
     for step in reversed(applied):
         table = step.part.table
         for sequence, first in zip(table.sequences, table.first_positions, strict=True):
             kept[sequence] = first
     included = tuple(step.number for step in applied if step.operations != NO_OPERATIONS)
-    return Rows(tuple(kept), included)
+    return Rows(tuple(kept), included, tuple(sorted(released)))

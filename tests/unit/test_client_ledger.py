@@ -188,3 +188,11 @@ def test_the_history_knows_where_steps_began() -> None:
     history.cut(2, 2)
     assert history.starts(2) == [0]
     assert History(1).starts(0) == (0,)
+
+
+def test_what_a_stage_has_not_applied_frees_nothing_yet() -> None:
+    ledger = Ledger(3)
+    enter(ledger, {0: (6, 1)}, Operations(releases=(2,)))
+    assert rows_of_stage((6, 0, 4), (0, 0, 0), ledger, {1, 2}).released == (1,)
+    assert rows_of_stage((7, 0, 0), (1, 0, 1), ledger, {1, 2}).released == (1, 2)
+    assert rows_of_client([7, 0, 0], ledger, {1, 2}).released == (1, 2)
