@@ -142,8 +142,8 @@ class Dht:
 
     def tidy(self) -> None:
         """Drop what hivemind keeps for ever: calls that their callers cancelled, peers' misses."""
-        client: Any = self._p2p._client
-        calls: dict[Any, asyncio.Task[Any]] = client.control._handler_tasks
+        p2p: Any = self._p2p
+        calls: dict[Any, asyncio.Task[Any]] = p2p._client.control._handler_tasks
         for call in [call for call, task in calls.items() if task.done()]:
             del calls[call]
         self._node.blacklist.ban_counter.clear()
