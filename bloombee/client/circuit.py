@@ -183,6 +183,8 @@ class Circuit:
             return
         error = link.told(failed)
         trouble = trouble_of(error, reported=True)
+        if trouble is Trouble.REQUEST and not failed.step:
+            trouble = Trouble.CONFUSED  # no step is at fault, and no Open was refused
         if trouble is Trouble.CONFUSED and self.ledger.is_replay(failed.step):
             trouble = Trouble.GAP
         self.report(link, trouble, error)

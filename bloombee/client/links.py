@@ -123,8 +123,16 @@ class StageLink:
         """Reserve the session on this stage, or move it to the epoch of `message`.
 
         Raises what the stage answers, TransportError when the link is gone or ends,
-        or DeadlineExceeded.
+        or DeadlineExceeded: the link counts as gone then, for its next answer could be any.
         """
+        try:
+            return await self._ask(message, deadline_s)
+        except DeadlineExceeded as late:
+            self.silent = True
+            self.lose(late)
+            raise
+
+    async def _ask(self, message: Open, deadline_s: float) -> Opened:
         async with deadline(deadline_s, f"opening a session on {self}"):
             if self._asked is not None and not self._asked.done():
                 await asyncio.wait((self._asked,))  # of an attempt that was given up
