@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import heapq
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 import numpy as np
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
     from bloombee.planner.costs import Costs
     from bloombee.planner.profiles import Floats
 
+    Score = Callable[[Floats, float], Floats]
+
+FLAT = 1e-12
 Answer = TypeVar("Answer")
 Kept = TypeVar("Kept", covariant=True)
 
@@ -104,7 +108,7 @@ class Best(Generic[Answer]):
 def best_cap(
     candidates: Floats,
     solve: Solve[Answer],
-    score: Callable[[Floats, float], Floats],
+    score: Score,
     bound: float = float("inf"),
 ) -> Best[Answer] | None:
     """The best alternative over all caps, or None when none scores below `bound`.
@@ -118,7 +122,9 @@ def best_cap(
         promise, low, high, above = heapq.heappop(intervals)
         if promise >= least or low >= high:
             continue
-        middle = high - 1 if above is None else (low + high) // 2
+        middle = high - 1
+        if above is not None:
+            high, middle = _split(candidates, low, high, partial(_hope, score, above), least)
         cap = float(candidates[middle])
         latencies, answer = solve(cap)
         scores = score(latencies, cap)
@@ -128,7 +134,37 @@ def best_cap(
             best = Best(least, cap, index, answer)
         for start, end, ceiling in ((low, middle, latencies), (middle + 1, high, above)):
             if start < end and ceiling is not None:
-                hope = float(score(ceiling, float(candidates[start])).min())
+                hope = _hope(score, ceiling, float(candidates[start]))
                 if hope < least:
                     heapq.heappush(intervals, (hope, start, end, ceiling))
     return best
+
+
+def _hope(score: Score, latencies: Floats, cap_s: float) -> float:
+    """No plan with at least these latencies and this bottleneck scores better."""
+    return float(score(latencies, cap_s).min())
+
+
+def _split(
+    candidates: Floats, low: int, high: int, hope: Callable[[float], float], least: float
+) -> tuple[int, int]:
+    """Where an interval of caps really ends, and which of its caps to solve next.
+
+    Caps whose hope isn't below `least` are cut off. Where the hope stays flat at first (the
+    latency rules, not the bottleneck), the last flat cap answers for all; else the middle.
+    """
+    high = _first(candidates, low + 1, high, lambda cap: hope(cap) >= least)
+    flat = hope(float(candidates[low])) * (1 + FLAT)
+    rising = _first(candidates, low + 1, high, lambda cap: hope(cap) > flat)
+    return high, rising - 1 if rising - 1 > low else (low + high) // 2
+
+
+def _first(candidates: Floats, low: int, high: int, true_from: Callable[[float], bool]) -> int:
+    """The first index in `[low, high)` where a condition that stays true is; else `high`."""
+    while low < high:
+        middle = (low + high) // 2
+        if true_from(float(candidates[middle])):
+            high = middle
+        else:
+            low = middle + 1
+    return low
