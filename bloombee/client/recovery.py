@@ -137,9 +137,9 @@ class Recoverer:
         )
         refusals = await open_seats(circuit, opening)
         circuit.retire_strangers()
-        for refusal in refusals:
+        for refusal in refusals or self._too_narrow():
             self._refused(refusal, case)
-        if refusals:
+        if circuit.reports:
             raise Interrupted
         holes = gaps(self._empty())
         async with circuit.waiting(until_s, "rebuilding lost stages"):
@@ -147,10 +147,19 @@ class Recoverer:
         circuit.ledger.unsent()
         self.is_due = False
 
+    def _too_narrow(self) -> list[Refusal]:
+        """Stages that don't take as many tokens a step as are under way already."""
+        tokens = max((step.part.table.tokens for step in self._circuit.ledger), default=0)
+        return [
+            Refusal(seat, KVFull(f"{seat.stream} takes fewer than {tokens} tokens a step"))
+            for seat in self._circuit.seats
+            if seat.standing.max_step_tokens < tokens
+        ]
+
     def _refused(self, refusal: Refusal, case: _Case) -> None:
         """A stage that does not open is in trouble, unless its link has told so already."""
         seat, error = refusal.seat, refusal.error
-        if isinstance(error, KVFull):
+        if isinstance(error, KVFull) and seat.opened is None:
             case.full.add(seat.peer)
         if seat.is_up:
             trouble = trouble_of(error, reported=False)

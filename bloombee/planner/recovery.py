@@ -36,6 +36,10 @@ FAILURES_OF_A_STEP = 3
 """A step that failed so often, wherever it was computed, is the caller's to know of."""
 
 
+FORGOTTEN_AFTER = 10
+"""Longest backoffs after which a peer's failures count no longer."""
+
+
 class Trouble(StrEnum):
     """What is wrong with a stage, as its client sees it."""
 
@@ -230,18 +234,26 @@ class PeerHealth:
 
     def failed(self, peer: PeerId, now_s: float) -> None:
         """`peer` did not do what was asked."""
+        self._forget(now_s)
         failures = self._absent[peer].failures + 1 if peer in self._absent else 1
         away_s = min(self._cap_s, self._backoff_s * 2 ** min(failures - 1, 30))
         self._absent[peer] = _Absence(failures, now_s + away_s)
 
     def leaves(self, peer: PeerId, now_s: float) -> None:
         """`peer` said that it is about to stop; that is no failure."""
+        self._forget(now_s)
         failures = self._absent[peer].failures if peer in self._absent else 0
         self._absent[peer] = _Absence(failures, now_s + self._cap_s)
 
     def worked(self, peer: PeerId) -> None:
         """`peer` did what was asked: its failures are forgotten."""
         self._absent.pop(peer, None)
+
+    def _forget(self, now_s: float) -> None:
+        """Drop what is so old that a next failure is a first one again."""
+        past_s = now_s - FORGOTTEN_AFTER * self._cap_s
+        for peer in [p for p, absence in self._absent.items() if absence.until_s < past_s]:
+            del self._absent[peer]
 
     def left_out(self, now_s: float) -> frozenset[PeerId]:
         """The peers not to choose now."""

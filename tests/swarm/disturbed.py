@@ -60,6 +60,6 @@ def killer(swarm: ClientSwarm, doomed: StageServer) -> Callable[[], None]:
     return lambda: swarm.kill(doomed)
 
 
-def favour(swarm: ClientSwarm, stage: StageServer) -> None:
+def favour(swarm: ClientSwarm, stage: StageServer, speed: float = 1e6) -> None:
     """Let routing prefer this stage over its spare."""
-    swarm.speeds[stage.endpoint.peer] = 1e6
+    swarm.speeds[stage.endpoint.peer] = speed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
@@ -13,7 +14,7 @@ from transformers import set_seed
 
 from bloombee.core import Span
 from bloombee.errors import DeadlineExceeded, SwarmError
-from tests.client_swarm import QUICK
+from tests.client_swarm import QUICK, Size
 from tests.generation import mixed, prompt
 from tests.swarm.disturbed import (
     GREEDY,
@@ -136,6 +137,42 @@ def test_a_long_prompt_that_travels_in_parts(three: ClientSwarm, local: Any) -> 
     same(local, model, prompt(1, 600), max_new_tokens=4)
     assert recoveries(model) == 1
     all_free(three)
+
+
+def test_a_stage_that_sits_on_a_step(three: ClientSwarm, local: Any) -> None:
+    slow = three.stages[1]
+    favour(three, slow)
+    spares(three, THREE[1])
+    woken = threading.Event()
+    model: Any = slow._parts.model
+    forward, passes = model.forward, itertools.count()
+
+    def sleepy(*arguments: Any, **named: Any) -> torch.Tensor:
+        if next(passes) == 4:
+            woken.wait(30)
+        return forward(*arguments, **named)
+
+    model.forward = sleepy
+    remote = three.model(QUICK.model_copy(update={"stage_s": 0.5, "open_s": 1.0}))
+    try:
+        same(local, remote)
+        assert three.serving(remote, 1) is not slow
+    finally:
+        woken.set()
+
+
+def test_a_server_of_smaller_steps_is_no_use_to_a_prompt_under_way(
+    three: ClientSwarm, local: Any
+) -> None:
+    doomed = three.stages[1]
+    favour(three, doomed)
+    three.at_pass(doomed, 1, killer(three, doomed))
+    spares(three, THREE[1])
+    three.size = Size(kv_tokens=4096, max_step_tokens=16)
+    favour(three, spares(three, THREE[1])[0], 1000.0)
+    model = three.model()
+    same(local, model, prompt(1, 300), max_new_tokens=4)
+    assert recoveries(model) == 1
 
 
 # Several at once, again and again -------------------------------------------------------------
