@@ -92,7 +92,7 @@ def make_case(seed: int, *, disturbed: bool = True) -> Case:
         scripts = tuple(map(uninterrupted, scripts))
     needs = [s.rows * (s.max_length + 3) for s in scripts]
     room = max(needs) + 8 if luck.random() < 0.25 else sum(needs) + 64
-    plan = Plan(num_blocks, tuple(spans), room)
+    plan = Plan(num_blocks, tuple(spans), room, park_idle_s=luck.choice((0.2, 1.0, 5.0)))
     calm = Case(seed, plan, scripts, ())
     if not disturbed:
         return calm
@@ -140,7 +140,8 @@ async def _drive(case: Case, report: Report) -> None:
         async with asyncio.TaskGroup() as group:
             for client, script, wanted in zip(clients, case.scripts, right, strict=True):
                 with process(client.name):
-                    group.create_task(_converse(world, client, script, wanted, report))
+                    talk = _converse(world, client, script, wanted, report)
+                    client.talk = group.create_task(talk)
         report.seconds = world.loop.time()
         report.frames = dict(fates.seen)
         report.struck, report.events, report.trace = fates.struck, fates.events, fates.trace
@@ -191,10 +192,13 @@ async def _converse(
                 await session.close()
     except* BloomBeeError as group:
         report.problems.append(f"{client.name} gave up: {group.exceptions[0]}")
-    if talk is not None and talk.outputs != right:
-        pairs = enumerate(zip(talk.outputs, right, strict=False))
-        first = next((i for i, (got, want) in pairs if got != want), len(talk.outputs))
-        report.problems.append(f"{client.name}: wrong output {first} of {len(right)}")
+    finally:
+        told = [] if talk is None else talk.outputs
+        wanted = right if client.vanished_at is None else right[: len(told)]
+        if told != wanted:
+            pairs = enumerate(zip(told, wanted, strict=False))
+            first = next((i for i, (got, want) in pairs if got != want), len(told))
+            report.problems.append(f"{client.name}: wrong output {first} of {len(right)}")
 
 
 async def _check_freed(world: World, report: Report) -> None:

@@ -127,6 +127,8 @@ class Fates:
                 stream.reset() if fault.deed is Deed.RESET else stream.end()
         elif fault.deed is Deed.FREEZE:
             await self._freeze(fault, self._world.name_of(target))
+        elif fault.deed is Deed.VANISH:
+            self._vanish(source, target)
         else:
             server = self._servers.get(target) or self._servers.get(source)
             assert server is not None
@@ -165,6 +167,12 @@ class Fates:
         await self._last(fault)
         self._world.loop.thaw(name)
 
+    def _vanish(self, *ends: str) -> None:
+        """Kill the client among the ends, or the last there is."""
+        clients = self._world.clients
+        met = [client for client in clients if client.identity.peer_id in ends]
+        self._world.vanish(met[0] if met else clients[-1])
+
     async def _befall(self, fault: Fault, server: Server) -> None:
         world = self._world
         match fault.deed:
@@ -172,8 +180,8 @@ class Fates:
                 world.kill(server)
                 await self._last(fault)
                 await world.restart(server)
-            case Deed.DRAIN:
-                await world.drain(server)
+            case Deed.DRAIN | Deed.STOP:
+                await world.end(server, fault.drain_s if fault.deed is Deed.DRAIN else 0.0)
                 await self._last(fault)
                 await world.restart(server)
             case Deed.BLACKOUT:

@@ -26,6 +26,8 @@ class Deed(StrEnum):
     RESET = "reset"
     END = "end"
     DRAIN = "drain"
+    STOP = "stop"
+    VANISH = "vanish"
     FAIL = "fail"
     SLOW = "slow"
     LATE = "late"
@@ -78,6 +80,7 @@ class Fault:
     victim: Victim | int
     delay_s: float = 0.0
     lasts_s: float | None = None
+    drain_s: float = 0.0
     fate: Fate = Fate.DROP
     frames: int = 1
 
@@ -86,6 +89,8 @@ class Fault:
         if self.deed is Deed.FATE:
             parts.append(f"{self.fate} x {self.frames}")
         parts.append(str(self.victim) if isinstance(self.victim, Victim) else f"s{self.victim}")
+        if self.deed is Deed.DRAIN:
+            parts.append(f"in {self.drain_s:g} s")
         if self.delay_s:
             parts.append(f"after {self.delay_s:g} s")
         if self.deed in _LASTING:
@@ -95,7 +100,7 @@ class Fault:
 
 _LASTING = {
     *(Deed.KILL, Deed.FREEZE, Deed.CUT, Deed.PARTITION, Deed.ISOLATE),
-    *(Deed.ROUGH, Deed.SLOW, Deed.LATE, Deed.DRAIN, Deed.BLACKOUT),
+    *(Deed.ROUGH, Deed.SLOW, Deed.LATE, Deed.DRAIN, Deed.STOP, Deed.BLACKOUT),
 }
 
 Moments = Mapping[tuple[str, str], int]
@@ -131,6 +136,9 @@ WEIGHTS: Mapping[Deed, int] = {
     Deed.RESET: 3,
     Deed.END: 3,
     Deed.DRAIN: 3,
+    Deed.STOP: 1,
+    Deed.VANISH: 2,
+    Deed.BLACKOUT: 1,
     Deed.FAIL: 2,
     Deed.SLOW: 1,
     Deed.LATE: 1,
@@ -155,6 +163,8 @@ def make_schedule(
         sooner = calm.frames and (not faults or luck.random() < 0.5)
         moments = calm.frames if sooner else RECOVERY
         fault = _make_fault(luck, moments, deeds)
+        if fault.deed is Deed.BLACKOUT:
+            fault = replace(fault, lasts_s=luck.choice((5.0, 60.0)))
         if fault.deed is not Deed.FATE and luck.random() < 0.15:
             when = At(round(luck.uniform(0.0, calm.seconds + 1.0), 3))
             fault = replace(fault, when=when, victim=luck.randrange(servers))
@@ -172,6 +182,7 @@ def _make_fault(luck: random.Random, moments: Moments, deeds: Mapping[Deed, int]
         luck.choice((Victim.SOURCE, Victim.TARGET, Victim.TARGET)),
         delay_s=luck.choice((0.0, 0.0, 0.001, 0.006, 0.02, 1.0)),
         lasts_s=luck.choice((0.02, 0.5, 2.0, 5.0, 12.0)),
+        drain_s=luck.choice((0.3, 4.0, 10.0)),
         fate=luck.choice((Fate.DROP, Fate.DROP, Fate.REPEAT, Fate.SWAP, Fate.RESET, Fate.CLOSE)),
         frames=luck.choice((1, 1, 2, 5)),
     )

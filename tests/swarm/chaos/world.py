@@ -82,6 +82,7 @@ class Plan:
     jitter_s: float = 0.002
     stale_s: float = 5.0
     """How long the record of a dead server is still seen."""
+    park_idle_s: float = 5.0
 
 
 @dataclass
@@ -138,6 +139,14 @@ class World:
 
     # Servers ---------------------------------------------------------------------
 
+    def vanish(self, client: Client) -> None:
+        """kill -9 of a client."""
+        if client.talk is not None and not client.talk.done():
+            client.vanished_at = self.loop.time()
+            self.network.kill(client.identity.peer_id)
+            self.loop.thaw(client.name)
+            client.talk.cancel()
+
     async def start(self) -> None:
         """Start all servers."""
         for server in self.servers:
@@ -149,7 +158,9 @@ class World:
         server.model = DigestModel(server.span)
         server.pool = DigestPool(server.span, self.plan.kv_tokens)
         server.slowness = 1.0
-        listener = self.network.listener(server.peer, server.address)
+        # A container comes back elsewhere, a service at its old address.
+        address = server.address if self.luck.random() < 0.7 else ""
+        listener = self.network.listener(server.peer, address)
         server.address = listener.address
         with process(server.name):
             server.stage = StageServer(
@@ -166,7 +177,9 @@ class World:
                         max_length=4096,
                     ),
                     model_name="digests",
-                    limits=Limits(max_step_tokens=MAX_STEP_TOKENS),
+                    limits=Limits(
+                        max_step_tokens=MAX_STEP_TOKENS, park_idle_s=self.plan.park_idle_s
+                    ),
                     executor_settings=ExecutorSettings(pass_tokens=MAX_STEP_TOKENS),
                     connection_settings=ConnectionSettings(now=lambda: 1e9),
                     make_executor=self._executor_maker(server),
@@ -199,18 +212,20 @@ class World:
         with process(server.name):
             server.ends.append(self.loop.create_task(stage.stop(0.0)))
 
-    async def drain(self, server: Server) -> None:
-        """SIGTERM."""
+    async def end(self, server: Server, drain_s: float = 0.0) -> None:
+        """SIGTERM: sessions get `drain_s` to move."""
         stage = server.stage
-        if stage is None:
+        if stage is None or server.state is ServerState.LEAVING:
             return
         server.state = ServerState.LEAVING
         with process(server.name):
-            ending = self.loop.create_task(self._end(server, stage))
+            ending = self.loop.create_task(self._end(server, stage, drain_s))
             server.ends.append(ending)
         await asyncio.wait((ending,))
 
-    async def _end(self, server: Server, stage: StageServer) -> None:
+    async def _end(self, server: Server, stage: StageServer, drain_s: float) -> None:
+        if drain_s:
+            await stage.drain(drain_s)
         await stage.stop(STOP_S)
         if server.stage is stage:
             server.stage = None
@@ -306,6 +321,8 @@ class Client:
         self.identity = seeded_identity(f"client {name}")
         self._dialer = world.network.dialer(self.identity.peer_id)
         self._connect_s = settings.connect_s
+        self.talk: asyncio.Task[None] | None = None
+        self.vanished_at: float | None = None
         self.access = SwarmAccess(
             world.look,
             self._connect,
