@@ -137,9 +137,10 @@ class Recoverer:
         )
         refusals = await open_seats(circuit, opening)
         circuit.retire_strangers()
-        for refusal in refusals or self._too_narrow():
+        refusals = refusals or self._too_narrow()
+        for refusal in refusals:
             self._refused(refusal, case)
-        if circuit.reports:
+        if refusals or circuit.reports:
             raise Interrupted
         holes = gaps(self._empty())
         async with circuit.waiting(until_s, "rebuilding lost stages"):
