@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
-from bloombee.errors import BloomBeeError
+from bloombee.errors import BloomBeeError, SwarmError
 from bloombee.telemetry import clock
 from tests.swarm.chaos.conversation import (
     Conversation,
@@ -169,7 +169,7 @@ async def _converse(
         attempts += 1
         text = f"{client.name}: {type(error).__name__}: {error}"
         report.errors.append(text)
-        logger.debug("ERROR for the caller: %s", text)
+        logger.debug("ERROR for the caller: %s", text, exc_info=error)
         if not report.case.may_fail:
             report.problems.append(f"an error though the blocks were held: {text}")
         if attempts >= ATTEMPTS:
@@ -183,6 +183,10 @@ async def _converse(
             while session is None:
                 try:
                     session = await client.open(script.rows, script.max_length, tasks)
+                except SwarmError as missing:
+                    # Whoever starts while blocks have no holder is told at once.
+                    logger.debug("nobody to open a session with: %s", missing)
+                    await asyncio.sleep(1.0)
                 except BloomBeeError as error:
                     await retry(error)
             talk = Conversation(session, script, retry)
