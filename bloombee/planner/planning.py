@@ -84,7 +84,7 @@ def shapes(workload: Workload, objective: Objective) -> Iterator[Shape]:
         micro_batches = (batch,) if whole else workload.micro_batches_of(batch)
         chunks = _chunks(workload, batch) if objective is Objective.FIRST_TOKEN else ()
         for micro_batch in micro_batches:
-            for chunk in chunks or (_chunks(workload, batch)[0],):
+            for chunk in chunks or (_usual_chunk(workload, batch),):
                 for head in workload.heads:
                     yield Shape(batch, micro_batch, chunk, head)
 
@@ -93,6 +93,16 @@ def _chunks(workload: Workload, batch: int) -> tuple[int, ...]:
     """Candidates for tokens in one pass of prefill, none longer than all prompts together."""
     whole = batch * workload.prompt_tokens
     return tuple(sorted({min(chunk, whole) for chunk in workload.chunk_tokens}))
+
+
+def _usual_chunk(workload: Workload, batch: int) -> int:
+    """The chunk that routes are searched with: the shortest needs least workspace.
+
+    Where prompts count in throughput it is one that doesn't spend most of a pass on
+    reading weights.
+    """
+    chunks = _chunks(workload, batch)
+    return chunks[len(chunks) // 2] if workload.count_prefill else chunks[0]
 
 
 def candidates(problem: Problem, thorough: int = THOROUGH_SHAPES) -> list[Candidate]:
@@ -167,17 +177,26 @@ def plan(problem: Problem, thorough: int = THOROUGH_SHAPES) -> Plan | Infeasible
 
 
 def finish(problem: Problem, candidate: Candidate) -> Plan:
-    """The record of a candidate, with the prefill chunk that gives first tokens soonest."""
+    """The record of a candidate, with the prefill chunk that serves it best.
+
+    That is the one of most tokens/s where prompts count in them, else of the soonest first
+    token among those that leave decoding as it is: a longer chunk needs more workspace, and
+    may push KV off the device.
+    """
     assembler = Assembler(problem.model, problem.cluster, problem.workload)
-    routes: list[RoutePlan] = []
-    planned = candidate.shape
-    for chunk in dict.fromkeys((planned.chunk_tokens, *_chunks(problem.workload, planned.batch))):
-        shape = replace(planned, chunk_tokens=chunk)
-        route = assembler.route(shape, candidate.found.route, candidate.found.cap_s)
-        # A longer chunk needs more workspace, and may push KV off the device.
-        if route.token_s <= routes[0].token_s * (1 + 1e-9) if routes else True:
-            routes.append(route)
-    best = min(routes, key=lambda route: route.first_token_s)
+    planned, workload = candidate.shape, problem.workload
+    chunks = dict.fromkeys((planned.chunk_tokens, *_chunks(workload, planned.batch)))
+    routes = [
+        assembler.route(
+            replace(planned, chunk_tokens=chunk), candidate.found.route, candidate.found.cap_s
+        )
+        for chunk in chunks
+    ]
+    if workload.count_prefill and problem.objective in PER_BATCH:
+        best = max(routes, key=lambda route: tokens_per_s(workload, route))
+    else:
+        slowest = routes[0].token_s * (1 + 1e-9)
+        best = min((r for r in routes if r.token_s <= slowest), key=lambda r: r.first_token_s)
     return combine(problem, (best,), candidate.score)
 
 
