@@ -14,12 +14,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from functools import partial
 
-from bloombee.core import PeerId, SessionId
+from bloombee.core import PeerId, SessionId, Span
 from bloombee.errors import KVFull, RequestError
 from bloombee.kv.interface import KVPool
 from bloombee.server.executor import Executor
@@ -27,7 +26,10 @@ from bloombee.server.fair_queue import MOST_PASSES, Request
 from bloombee.server.parking import Holding, Parking
 from bloombee.server.rounds import Rounds, Waiter
 from bloombee.server.validation import Limits
-from bloombee.server.work import Outcome, StepWork
+from bloombee.server.work import Outcome
+
+Done = Callable[[Outcome], None]
+"""What the compute thread has the event loop call once a step is done."""
 
 LEAST_PAUSE_S = 0.05
 """Between two looks of a waiting request at whether someone could be parked."""
@@ -152,25 +154,26 @@ class Admission:
         finally:
             self._end_use(holding)
 
-    def submit(self, work: StepWork) -> None:
-        """Hand a step of a session that isn't away to the compute thread.
+    def begin_step(
+        self, session: SessionId, span: Span, releases: tuple[int, ...], done: Done
+    ) -> Done:
+        """Keep the KV of a session that isn't away in the pool, until what it returns is called.
 
-        Its KV stays in the pool until the step is done.
+        That is what the compute thread is to call in place of `done`.
         """
-        holding = self._holdings.get(work.session)
+        holding = self._holdings.get(session)
         if holding is None:
-            self._executor.submit(work)  # which knows what is wrong
-            return
-        holding.span = work.span
+            return done  # the compute thread knows what is wrong
+        holding.span = span
         self._begin_use(holding)
 
-        def done(outcome: Outcome) -> None:
-            if outcome.error is None and work.operations is not None:
-                self._release(holding, work.operations.releases)
+        def ended(outcome: Outcome) -> None:
+            if releases and outcome.error is None:
+                self._release(holding, releases)
             self._end_use(holding)
-            work.done(outcome)
+            done(outcome)
 
-        self._executor.submit(replace(work, done=done))
+        return ended
 
     def released(self, session: SessionId, sequences: Iterable[int]) -> None:
         """Count sequences out that were released in the pool otherwise than by a step."""

@@ -29,6 +29,9 @@ LINK_DEADLINE_S = 65.0
 may queue for KV. Whether that stage lives its client sees for itself."""
 BEAT_S = 0.5
 SILENCE_S = 4.0
+SEND_DEADLINE_S = 60.0
+"""How long the next stage may take to accept a step; 20 Mbit/s need half of it for a full
+frame."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,8 +97,10 @@ class Downstream:
         pulse = Pulse(SILENCE_S, asyncio.get_running_loop().time())
         try:
             async with asyncio.TaskGroup() as group:
-                group.create_task(_beat(session, link, pulse))
+                group.create_task(_beat(session, onward, link, pulse))
                 await _listen(link, pulse)
+        except* TimeoutError:
+            raise HopLost(f"{onward} took no step for {SEND_DEADLINE_S:g} s") from None
         except* BloomBeeError as group_error:
             error = group_error.exceptions[0]
             raise HopLost(f"lost {onward}: {error}") from None
@@ -112,11 +117,15 @@ async def _attach(link: Connection, attach: Attach) -> None:
         raise ProtocolError(f"it answered {type(received[0]).__name__}")
 
 
-async def _beat(session: SessionId, link: Connection, pulse: Pulse) -> None:
+async def _beat(session: SessionId, onward: Onward, link: Connection, pulse: Pulse) -> None:
+    """Send signs of life, for as long as the next stage takes what is sent."""
     while True:
         await asyncio.sleep(BEAT_S)
         number = pulse.beat(link.counters.bytes_sent)
-        await link.send(Beat(session, number))
+        async with asyncio.timeout(SEND_DEADLINE_S):
+            await link.send(Beat(session, number))
+        if asyncio.get_running_loop().time() - onward.sending_since_s > SEND_DEADLINE_S:
+            raise TimeoutError
 
 
 async def _listen(link: Connection, pulse: Pulse) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float
@@ -17,7 +18,7 @@ from bloombee.errors import BloomBeeError, ProtocolError, StepFailed
 from bloombee.protocol.messages import Operations, Step, WireDtype
 from bloombee.server.carried import Carried
 from bloombee.server.carried import Terms as CarriedTerms
-from bloombee.server.journal import Journal, restored, whole
+from bloombee.server.journal import Journal, own, restored, whole
 from bloombee.server.sequences import BookState, SequenceBook
 from bloombee.server.validation import NO_OPERATIONS, StepContext
 from bloombee.server.work import Outcome
@@ -50,15 +51,21 @@ class Outputs:
         """Keep the output of a step until it is answered."""
         if step <= self._answered:
             return
-        if rows.untyped_storage().nbytes() > 2 * rows.nbytes:
-            rows = rows.clone()  # else one row would keep all of a merged pass alive
-        self._rows[step] = rows
+        self._rows[step] = rows = own(rows)
         self.held_bytes += rows.nbytes
         while self.held_bytes > self._limit_bytes and len(self._rows) > 1:
             self._drop(next(iter(self._rows)))
 
     def _drop(self, step: int) -> None:
         self.held_bytes -= self._rows.pop(step).nbytes
+
+
+@dataclass(slots=True)
+class Spent:
+    """What computing so many tokens took."""
+
+    compute_us: int = 0
+    tokens: int = 0
 
 
 class Holdings:
@@ -76,8 +83,8 @@ class Holdings:
             else Journal(context.terms.sequences, context.hidden_size, torch_dtype(dtype))
         )
         self.broken = ""
-        self._prefill_us = 0
-        self._prefill_tokens = 0
+        self._prefill = Spent()
+        self._other = Spent()
         self._width = context.hidden_size
         self._dtype: WireDtype = dtype
         self._computing = 0
@@ -92,9 +99,9 @@ class Holdings:
     @property
     def replay_s(self) -> float:
         """How long computing all it holds anew takes, as far as its prompts tell."""
-        if not self._prefill_tokens:
-            return 0.0
-        return sum(self.book.lengths) * self._prefill_us / self._prefill_tokens / 1e6
+        # What was handed over to us as pages has shown nothing but single tokens here.
+        spent = self._prefill if self._prefill.tokens else self._other
+        return sum(self.book.lengths) * spent.compute_us / max(1, spent.tokens) / 1e6
 
     async def quiet(self) -> None:
         """Wait until all steps taken are computed."""
@@ -107,14 +114,26 @@ class Holdings:
 
     def computed(
         self, step: Step, table: PackedTable, operations: Operations, outcome: Outcome
+    ) -> Outcome:
+        """Keep what came of a step that was taken; returns what to tell of it.
+
+        What fails after another failed, fails because of that.
+        """
+        was_broken = self.broken
+        self._note(step, table, operations, outcome)
+        if was_broken and outcome.error is not None:
+            return replace(outcome, error=StepFailed(was_broken))
+        return outcome
+
+    def _note(
+        self, step: Step, table: PackedTable, operations: Operations, outcome: Outcome
     ) -> None:
-        """Keep what came of a step that was taken."""
         self._computing -= 1
         if not self._computing:
             self._quiet.set()
-        if step.phase == "prefill":
-            self._prefill_us += outcome.compute_us
-            self._prefill_tokens += table.tokens
+        spent = self._prefill if step.phase == "prefill" else self._other
+        spent.compute_us += outcome.compute_us
+        spent.tokens += table.tokens
         if outcome.error is not None or outcome.rows is None:
             # The stages no longer agree on what the session holds.
             self.broken = self.broken or f"step {step.step} failed ({outcome.error})"

@@ -4,12 +4,13 @@ It rebuilds the KV of the next stage when that is lost. Nothing is copied per st
 the journal keeps the outcome tensors themselves and says where in them rows lie.
 
 - Decode steps over the same sequences are collected as a *run*, one tensor a step.
-- A run that is full, or whose sequences do something else, becomes one tensor; each
-  of its sequences owns every B-th row of it, a *segment*.
+- When a run is full, or its sequences do something else, each of them gets a *segment*
+  of it: its row of every step. Small steps are joined into one tensor for that, of
+  which each sequence owns every B-th row; large ones stay as they are.
 - A sequence of many short segments has them joined.
 
-So a step costs one append, and each row is copied a small constant number of times.
-Segments never change: a fork copies a list of references.
+So a step costs one append, and a row is copied seldom. Segments never change: a fork
+copies a list of references.
 """
 
 from __future__ import annotations
@@ -25,34 +26,58 @@ from bloombee.errors import ProtocolError
 from bloombee.protocol.messages import Operations
 
 RUN_STEPS = 64
-RUN_BYTES = 4 << 20
+SMALL_STEP_BYTES = 16 << 10
+"""Below this, what a tensor takes besides its bytes counts."""
 MANY_SEGMENTS = 64
-LONG_ROWS = 1024
+LONG_ROWS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
-    """Rows of one sequence from position `first` on: every `stride`-th row of `block`."""
+class Rows:
+    """One sequence from position `first` on: every `stride`-th row of `block` from `offset`."""
 
     block: Float[torch.Tensor, "N D"]
     offset: int
     stride: int
     first: int
-    count: int
+    end: int
 
     @property
-    def end(self) -> int:
-        """The position after its last row."""
-        return self.first + self.count
+    def blocks(self) -> Sequence[torch.Tensor]:
+        """The tensors that it keeps alive."""
+        return (self.block,)
 
-    def rows(self, start: int, stop: int) -> Float[torch.Tensor, "_ D"]:
-        """A view of the rows at positions `[start, stop)`."""
+    def parts(self, start: int, stop: int) -> Sequence[Float[torch.Tensor, "_ D"]]:
+        """Views of the rows at positions `[start, stop)`, in order."""
         at = self.offset + (start - self.first) * self.stride
-        return self.block[at : at + (stop - start - 1) * self.stride + 1 : self.stride]
+        return (self.block[at : at + (stop - start - 1) * self.stride + 1 : self.stride],)
 
-    def cut(self, length: int) -> Segment:
+    def cut(self, length: int) -> Rows:
         """Without the positions from `length` on."""
-        return Segment(self.block, self.offset, self.stride, self.first, length - self.first)
+        return Rows(self.block, self.offset, self.stride, self.first, length)
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """One sequence from position `first` on: row `row` of each of `blocks`."""
+
+    blocks: Sequence[Float[torch.Tensor, "B D"]]
+    row: int
+    first: int
+    end: int
+
+    def parts(self, start: int, stop: int) -> Sequence[Float[torch.Tensor, "_ D"]]:
+        """As `Rows.parts`."""
+        row = self.row
+        steps = self.blocks[start - self.first : stop - self.first]
+        return [step[row : row + 1] for step in steps]
+
+    def cut(self, length: int) -> Steps:
+        """As `Rows.cut`."""
+        return Steps(self.blocks[: length - self.first], self.row, self.first, length)
+
+
+Segment = Rows | Steps
 
 
 @dataclass(slots=True, eq=False)
@@ -63,10 +88,19 @@ class _Run:
     first_positions: tuple[int, ...]
     steps: list[torch.Tensor] = field(default_factory=list)
 
-    @property
-    def is_full(self) -> bool:
-        count = len(self.steps)
-        return count >= RUN_STEPS or count * self.steps[0].nbytes >= RUN_BYTES
+    def segments(self) -> Iterator[Segment]:
+        """What each of its sequences has of it, in order."""
+        steps, width = self.steps, len(self.sequences)
+        block = steps[0]
+        joined = len(steps) > 1 and block.nbytes < SMALL_STEP_BYTES
+        if joined:
+            block = torch.cat(steps)
+        for row, first in enumerate(self.first_positions):
+            end = first + len(steps)
+            if joined or len(steps) == 1:
+                yield Rows(block, row, width, first, end)
+            else:
+                yield Steps(steps, row, first, end)
 
 
 class Journal:
@@ -102,12 +136,12 @@ class Journal:
         if table.is_decode:
             self._append_decode(table, rows)
             return
-        if rows.untyped_storage().nbytes() > 2 * rows.nbytes:
-            rows = rows.clone()  # else one row would keep all of a merged pass alive
+        rows = own(rows)
         for row in table.rows():
+            first = row.first_position
             self._settle(row.sequence)
-            self._check_follows(row.sequence, row.first_position)
-            self._add(row.sequence, Segment(rows, row.offset, 1, row.first_position, row.count))
+            self._check_follows(row.sequence, first)
+            self._add(row.sequence, Rows(rows, row.offset, 1, first, first + row.count))
 
     def operate(self, operations: Operations) -> None:
         """Do to the rows what the operations of a step do to the KV."""
@@ -153,8 +187,8 @@ class Journal:
                 self._runs[sequence] = run
         elif table.first_positions[0] != run.first_positions[0] + len(run.steps):
             self._check_follows(table.sequences[0], table.first_positions[0])
-        run.steps.append(rows)
-        if run.is_full:
+        run.steps.append(rows if rows.nbytes < SMALL_STEP_BYTES else own(rows))
+        if len(run.steps) >= RUN_STEPS:
             self._settle(run.sequences[0])
 
     def _check_follows(self, sequence: int, first: int) -> None:
@@ -180,12 +214,8 @@ class Journal:
             return
         for each in run.sequences:
             self._runs[each] = None
-        block = run.steps[0] if len(run.steps) == 1 else torch.cat(run.steps)
-        width, count = len(run.sequences), len(run.steps)
-        for offset, (each, first) in enumerate(
-            zip(run.sequences, run.first_positions, strict=True)
-        ):
-            self._add(each, Segment(block, offset, width, first, count))
+        for each, segment in zip(run.sequences, run.segments(), strict=True):
+            self._add(each, segment)
 
     def _add(self, sequence: int, segment: Segment) -> None:
         segments = self._segments[sequence]
@@ -196,19 +226,20 @@ class Journal:
     def _join(self, segments: list[Segment]) -> None:
         """Make one of the short segments at the end, in a list of many."""
         start = len(segments)
-        while start and segments[start - 1].count < LONG_ROWS:
+        while start and segments[start - 1].end - segments[start - 1].first < LONG_ROWS:
             start -= 1
         short = segments[start:]
         if len(short) >= MANY_SEGMENTS // 2:
-            block = torch.cat([segment.rows(segment.first, segment.end) for segment in short])
-            segments[start:] = [Segment(block, 0, 1, short[0].first, len(block))]
+            first, end = short[0].first, short[-1].end
+            block = torch.cat([part for s in short for part in s.parts(s.first, s.end)])
+            segments[start:] = [Rows(block, 0, 1, first, end)]
 
     def _between(self, sequence: int, start: int, stop: int) -> Iterator[torch.Tensor]:
         """Views of the rows `[start, stop)`, in order."""
         for segment in self._segments[sequence]:
             low, high = max(start, segment.first), min(stop, segment.end)
             if low < high:
-                yield segment.rows(low, high)
+                yield from segment.parts(low, high)
         if (run := self._runs[sequence]) is not None:
             row = run.sequences.index(sequence)
             first = run.first_positions[row]
@@ -217,10 +248,19 @@ class Journal:
 
     def _blocks(self) -> Iterator[torch.Tensor]:
         for segments in self._segments:
-            yield from (segment.block for segment in segments)
+            for segment in segments:
+                yield from segment.blocks
         for run in self._runs:
             if run is not None:
                 yield from run.steps
+
+
+def own(rows: Float[torch.Tensor, "T D"]) -> Float[torch.Tensor, "T D"]:
+    """`rows` in memory of their own, when they are the lesser part of a larger tensor.
+
+    Else a row of a merged pass would keep all of it alive.
+    """
+    return rows.clone() if rows.untyped_storage().nbytes() > 2 * rows.nbytes else rows
 
 
 def whole(length: int, sequence: int) -> PackedTable:

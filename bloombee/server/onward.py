@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 
 from bloombee.errors import HopLost
 from bloombee.protocol.messages import Hop
@@ -16,6 +17,8 @@ class Onward:
         self.hop = hop
         self.link: Connection | None = None
         self.lost: HopLost | None = None
+        self.sending_since_s = math.inf
+        """Since when a step has been going out; infinite while none is."""
         self._settled = asyncio.Event()
 
     def __str__(self) -> str:

@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 SWEEP_S = 0.1
 """Between two looks at which leases are over."""
+SEND_DEADLINE_S = 60.0
+"""For a client to take one message."""
 
 Fetch = Callable[[CarriedTerms, Source], Awaitable[Carried | None]]
 """Fills the reserved, empty KV of a session from another server, and returns the rest of it."""
@@ -137,7 +139,8 @@ class Openings:
             await asyncio.sleep(SWEEP_S)
             now_s = loop.time()
             for session in self._parts.sessions:
-                if session.lease.is_over(now_s):
+                stuck = now_s - session.telling_since_s > SEND_DEADLINE_S
+                if stuck or session.lease.is_over(now_s):
                     logger.info("a session of %s ended: its client is gone", session.owner)
                     self._parts.tasks.start(self._expire(session), "ending a session")
 

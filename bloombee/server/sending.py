@@ -1,12 +1,13 @@
 """What comes of steps, on its way out: to the next stage, or to the client.
 
 One task per session and epoch takes it from the outbox, in order. Results for the
-next stage wait there until the link stands.
+next stage wait there until the link stands. A timer a message would cost as much as
+all the rest: that sending takes too long those notice who look at times anyway, the
+watch over the link and the sweep over leases, and they end the stream.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
 
@@ -24,10 +25,6 @@ from bloombee.server.sessions import Asked, Finished, Outgoing, Refused, Session
 from bloombee.telemetry import Registry, now_us
 
 logger = logging.getLogger(__name__)
-
-SEND_DEADLINE_S = 60.0
-"""How long the other side may take to accept a message; 20 Mbit/s need half of it for
-a full frame."""
 
 
 class Sending:
@@ -68,18 +65,16 @@ class Sending:
         client = session.client
         if client is None:
             return False
+        session.telling_since_s = session.clock()
         try:
-            async with asyncio.timeout(SEND_DEADLINE_S):
-                await client.send(message, body)
-        except TimeoutError:
-            logger.info("client %s took nothing for %g s", session.owner, SEND_DEADLINE_S)
-            await client.close()
-            return False
+            await client.send(message, body)
         except RequestError:
             raise
         except BloomBeeError as error:
             logger.debug("client %s is gone: %s", session.owner, error)
             return False
+        finally:
+            session.telling_since_s = math.inf
         return True
 
     async def _send(self, session: Session, item: Outgoing) -> None:
@@ -121,7 +116,7 @@ class Sending:
             if await self.tell(session, output, body):
                 session.sent_step = max(session.sent_step, step.step)
             return
-        left_ms = _left_ms(item.expires_s)
+        left_ms = _left_ms(item.expires_s, session)
         onward = msgspec.structs.replace(
             step, payload=payload, timings=timings, deadline_ms=left_ms
         )
@@ -150,7 +145,7 @@ class Sending:
             want="none",
             operations=Operations(releases=replay.releases),
             replay=True,
-            deadline_ms=_left_ms(item.expires_s),
+            deadline_ms=_left_ms(item.expires_s, session),
             until=replay.until,
             as_of=replay.as_of,
             # Rows of sequences whose operations are done here already are rows after them.
@@ -168,13 +163,13 @@ class Sending:
         if onward is None:
             raise RequestError("there is no stage after this one")
         link = onward.link or await onward.wait()
+        onward.sending_since_s = session.clock()
         try:
-            async with asyncio.timeout(SEND_DEADLINE_S):
-                await link.send(step, body)
-        except TimeoutError:
-            raise HopLost(f"{onward} took no step for {SEND_DEADLINE_S:g} s") from None
+            await link.send(step, body)
         except TransportError as error:
-            raise HopLost(f"lost {onward}: {error}") from None
+            raise HopLost(str(onward.lost or f"lost {onward}: {error}")) from None
+        finally:
+            onward.sending_since_s = math.inf
         session.sent_step = max(session.sent_step, step.step)
 
     def _timing(self, finished: Finished, started_us: int) -> Timing:
@@ -188,11 +183,11 @@ class Sending:
         )
 
 
-def _left_ms(expires_s: float) -> int:
+def _left_ms(expires_s: float, session: Session) -> int:
     """What is left of a step's time, 0 when it has no end. Raises DeadlineExceeded."""
     if math.isinf(expires_s):
         return 0
-    left_s = expires_s - asyncio.get_running_loop().time()
+    left_s = expires_s - session.clock()
     if left_s <= 0:
         raise DeadlineExceeded("the step's time was up before it could be sent on")
     return max(1, int(left_s * 1000))

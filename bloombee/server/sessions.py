@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import math
 from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -92,6 +93,7 @@ class Session:
     def __init__(self, opening: Open, client: Connection, context: StepContext, lease: Lease):
         self.id = SessionId(opening.session)
         self.owner = client.remote
+        self.clock = asyncio.get_running_loop().time
         self.lease = lease
         self.held = Holdings(context, opening.dtype, is_last=opening.next is None)
         self.holds = False
@@ -111,6 +113,8 @@ class Session:
         self.stands = False
         self.halted: BloomBeeError | None = None
         self.sent_step = 0
+        self.telling_since_s = math.inf
+        """Since when the client has been taking a message; infinite while it takes none."""
         self.window = Window()
         self.backlog: deque[Arrived] = deque()
         self.outbox: asyncio.Queue[Outgoing] = asyncio.Queue()

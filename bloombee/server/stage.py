@@ -84,6 +84,7 @@ class StageServer:
         self._steps = Steps(
             StepParts(
                 admission=self.admission,
+                executor=self.executor,
                 payloads=self._payloads,
                 throttle=throttle,
                 telemetry=self.telemetry,

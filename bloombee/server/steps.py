@@ -23,6 +23,7 @@ from bloombee.core import PackedTable, PeerId, Phase
 from bloombee.errors import BloomBeeError, DeadlineExceeded, ProtocolError, StepFailed
 from bloombee.protocol.messages import Acknowledged, Operations, Replay, Step
 from bloombee.server.admission import Admission
+from bloombee.server.executor import Executor
 from bloombee.server.payloads import Payloads
 from bloombee.server.sequences import Taken
 from bloombee.server.sessions import Arrived, Asked, Finished, Refused, Session
@@ -41,6 +42,7 @@ class StepParts:
     """What steps pass through."""
 
     admission: Admission
+    executor: Executor
     payloads: Payloads
     throttle: Throttle
     telemetry: Registry
@@ -66,7 +68,7 @@ class Steps:
 
     def offer(self, session: Session, step: Step, payload: memoryview, feeder: PeerId) -> None:
         """Take one step of `feeder`, now or when its turn comes. A bad one is answered."""
-        now_s = asyncio.get_running_loop().time()
+        now_s = session.clock()
         delay_s = self._parts.throttle.delay_s(feeder, now_s)
         arrived = Arrived(step, payload, now_us(), now_s + delay_s, _expiry(step, now_s))
         window = session.window
@@ -85,7 +87,7 @@ class Steps:
 
     def replay(self, session: Session, message: Replay) -> None:
         """Have rows of the journal sent on. A bad request is answered."""
-        now_s = asyncio.get_running_loop().time()
+        now_s = session.clock()
         session.window.arrived()
         try:
             table = check_replay(message, session.context, is_last=session.is_last)
@@ -128,7 +130,7 @@ class Steps:
 
     async def _turn(self, session: Session, arrived: Arrived) -> Float[torch.Tensor, "T D"]:
         """Wait until a step may be computed; its rows."""
-        now_s = asyncio.get_running_loop().time()
+        now_s = session.clock()
         if arrived.not_before_s > now_s:
             await asyncio.sleep(arrived.not_before_s - now_s)
         check_step(arrived.step, session.context)
@@ -139,7 +141,7 @@ class Steps:
 
         Gives up early enough to say so.
         """
-        left_s = arrived.expires_s - asyncio.get_running_loop().time()
+        left_s = arrived.expires_s - session.clock()
         return self._parts.admission.use(session.id, left_s - REFUSAL_S)
 
     def _give_up(self, session: Session, arrived: Arrived, error: BloomBeeError) -> None:
@@ -167,7 +169,7 @@ class Steps:
         self._check_going(session)
         if session.is_last and step.replay and step.until > session.context.terms.span.end:
             raise ProtocolError(f"replay up to block {step.until} came to the last stage")
-        if asyncio.get_running_loop().time() >= arrived.expires_s:
+        if session.clock() >= arrived.expires_s:
             raise DeadlineExceeded(_too_late(step))
         if rows is None:
             rows = self._payloads.decode_now(step.payload, arrived.payload)
@@ -212,27 +214,28 @@ class Steps:
     ) -> None:
         step, size, taken_us = arrived.step, arrived.payload.nbytes, arrived.taken_us
         decode_us, expires_s = now_us() - taken_us, arrived.expires_s
+        span = session.context.terms.span
         # Of this epoch, whatever the session is in by then: nobody reads an old outbox.
         put, computed = session.outbox.put_nowait, session.held.computed
 
         def done(outcome: Outcome) -> None:
-            computed(step, table, operations, outcome)
-            put(Finished(step, outcome, size, taken_us, decode_us, expires_s))
+            told = computed(step, table, operations, outcome)
+            put(Finished(step, told, size, taken_us, decode_us, expires_s))
 
         session.held.began()
-        self._parts.admission.submit(
+        self._parts.executor.submit(
             StepWork(
                 session=session.id,
                 step=step.step,
                 phase=Phase(step.phase),
-                span=session.context.terms.span,
+                span=span,
                 table=table,
                 touches=touched(step),
                 operations=None if operations == NO_OPERATIONS else operations,
                 rows=rows,
                 wanted=_wanted(session, step),
                 wire_dtype=torch_dtype(session.wire_dtype),
-                done=done,
+                done=self._parts.admission.begin_step(session.id, span, operations.releases, done),
                 client=session.owner,
             )
         )

@@ -26,6 +26,8 @@ from tests.swarm.harness import (
     RawSession,
     RouteStage,
     StageSetup,
+    Swarm,
+    eventually,
 )
 
 if TYPE_CHECKING:
@@ -39,6 +41,8 @@ BLOCKS = 6
 SEQUENCES = 3
 MAX_LENGTH = 32
 KV_TOKENS = 400
+PROMPTS = {0: [5, 7, 11], 1: [3, 1], 2: [8, 8, 8, 2]}
+LENGTHS = {0: 3, 1: 2, 2: 4}
 Tokens = dict[int, list[int]]
 """New tokens of some sequences."""
 
@@ -282,3 +286,23 @@ class Talk:
     async def _rebuilt(self, step: int) -> None:
         output, rows = await self.session.answer()
         assert (output.step, output.epoch, len(rows)) == (step, self.session.epoch, 0)
+
+
+def steps_computed(s: Swarm) -> list[int]:
+    """How many steps each stage has taken to compute."""
+    return [int(stage.telemetry.snapshot()["steps"]) for stage in s.stages]
+
+
+def only(s: Swarm, *stages: int) -> list[RouteStage]:
+    """A route over some of the swarm's stages, each with its whole span."""
+    return [RouteStage(s.stages[i], s.stages[i].offer.span) for i in stages]
+
+
+async def computed(s: Swarm, *counts: int) -> None:
+    """Wait until each stage has taken so many steps, and has computed them."""
+
+    async def done() -> bool:
+        quiet = all(not held.held.computing for stage in s.stages for held in stage.sessions)
+        return quiet and steps_computed(s) == list(counts)
+
+    await eventually(done, f"{counts} steps are computed")

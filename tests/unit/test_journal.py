@@ -55,10 +55,16 @@ Acts = st.lists(
 GROUPS = ((0, 1, 2, 3), (0, 1), (2,))
 
 
-@given(acts=Acts, run_steps=st.sampled_from([1, 3, 64]), many=st.sampled_from([2, 5, 64]))
-@settings(max_examples=150, deadline=None)
-def test_it_holds_what_its_twin_holds(acts, run_steps, many) -> None:
+@given(
+    acts=Acts,
+    run_steps=st.sampled_from([1, 3, 64]),
+    many=st.sampled_from([2, 5, 64]),
+    small=st.sampled_from([0, 1 << 20]),
+)
+@settings(max_examples=200, deadline=None)
+def test_it_holds_what_its_twin_holds(acts, run_steps, many, small) -> None:
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(journal_module, "SMALL_STEP_BYTES", small)
         patch.setattr(journal_module, "RUN_STEPS", run_steps)
         patch.setattr(journal_module, "MANY_SEGMENTS", many)
         patch.setattr(journal_module, "LONG_ROWS", 8)
@@ -153,9 +159,21 @@ def test_long_decoding_keeps_few_segments_and_no_outcome() -> None:
     outcomes = _decode(journal, 3, 5000)
     gc.collect()
     assert sum(ref() is not None for ref in outcomes) < journal_module.RUN_STEPS
-    assert max(map(len, journal._segments)) < journal_module.MANY_SEGMENTS + 5
+    assert max(map(len, journal._segments)) <= 5000 / 64 + journal_module.MANY_SEGMENTS
     assert journal.held_bytes == journal.row_bytes
     assert journal.rows(whole(5000, 1))[:, 0].tolist() == list(range(5000))
+
+
+def test_large_steps_are_never_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal_module, "SMALL_STEP_BYTES", 0)
+    journal = Journal(3, WIDTH, torch.float32)
+    outcomes = _decode(journal, 3, 1000)
+    assert all(ref() is not None for ref in outcomes)
+    assert journal.held_bytes == journal.row_bytes
+    assert journal.rows(PackedTable((0, 2), (500, 10), (3, 2)))[:, 0].tolist() == [
+        *(500, 501, 502),
+        *(10, 11),
+    ]
 
 
 def test_a_row_of_a_merged_pass_does_not_keep_all_of_it() -> None:
