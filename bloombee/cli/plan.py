@@ -77,7 +77,8 @@ def make(settings: PlanSettings) -> PlanReport:
         together = served_tokens_per_s(several, problem.workload, rehearsal)
         if len(several.routes) > 1 and together > served:
             chosen, served = several, together
-    return PlanReport(file.about, problem, chosen, served, tuple(alternatives(problem, chosen)))
+    about = file.about or settings.cluster
+    return PlanReport(about, problem, chosen, served, tuple(alternatives(problem, chosen)))
 
 
 def _cluster_file(cluster: str) -> ClusterFile:

@@ -144,7 +144,8 @@ def hop_name(hop: HopPlan) -> str:
 class Plan:
     """Disjoint routes that serve side by side, with what they cost together.
 
-    `tokens_per_dollar` and `tokens_per_joule` are None where no price or watts are known.
+    `tokens_per_dollar` and `tokens_per_joule` are None where the price or the watts of a used
+    peer aren't known; `dollars_per_s` and `watts` are 0 then.
     `score` is what the objective minimises: seconds, seconds a token, dollars or joules a token.
     """
 

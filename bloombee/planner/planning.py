@@ -202,14 +202,18 @@ def finish(problem: Problem, candidate: Candidate) -> Plan:
 
 def combine(problem: Problem, routes: tuple[RoutePlan, ...], score: float) -> Plan:
     """A plan of these routes, with what they give and cost together."""
+    cluster = problem.cluster
     used = [stage.index for route in routes for stage in route.stages]
+    peers = [cluster.peers[index] for index in used]
+    priced = all(peer.price_per_hour or peer.purchase for peer in peers)
+    rated = all(peer.watts for peer in peers)
     return Plan(
         routes,
         score,
         sum(tokens_per_s(problem.workload, route) for route in routes),
         max(route.first_token_s for route in routes),
-        sum(problem.cluster.dollars_per_s(peer) for peer in used),
-        sum(problem.cluster.peers[peer].watts for peer in used),
+        sum(cluster.dollars_per_s(index) for index in used) if priced else 0.0,
+        sum(peer.watts for peer in peers) if rated else 0.0,
     )
 
 

@@ -19,6 +19,7 @@ from bloombee.config.environment import (
 )
 from bloombee.config.files import config_path, read_settings, read_yaml
 from bloombee.config.flags import parse, read
+from bloombee.config.plan import PlanSettings
 from bloombee.config.settings import (
     DemoSettings,
     DhtSettings,
@@ -43,6 +44,7 @@ ALL = (
     StatusSettings,
     GenerateSettings,
     DemoSettings,
+    PlanSettings,
 )
 
 

@@ -144,6 +144,15 @@ def test_dollars_and_joules_by_hand() -> None:
     assert made.tokens_per_dollar == pytest.approx(per_dollar)
 
 
+def test_no_figure_where_a_price_is_missing() -> None:
+    model = _model("llama-13b")
+    cluster = _cluster("home-5", model)
+    unknown = tuple(replace(peer, purchase=0.0, watts=0.0) for peer in cluster.peers)
+    made = _planned(Problem(model, replace(cluster, peers=unknown), ONE_BATCH))
+    assert made.tokens_per_dollar is None
+    assert made.tokens_per_joule is None
+
+
 def test_most_peers() -> None:
     problem = Problem(LLAMA_30B, random_cluster(1, 6), Workload(batches=(8,)))
     free = _planned(problem)
