@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from bloombee.planner.costs import Costs, Focus, price
 from bloombee.planner.limits import caps, limit, lowest_cap
 from bloombee.planner.order_dp import Found, front, plan_order
+from bloombee.planner.planning import Problem, candidates, shapes
 from bloombee.planner.set_search import search_sets, weights_of_sets
-from bloombee.planner.workload import Goal, Head, Shape, Workload
+from bloombee.planner.workload import Goal, Head, Objective, Shape, Workload
 from tests.planning import (
     LLAMA_30B,
     brute_force,
@@ -157,3 +158,23 @@ def test_real_times_on_a_tight_cluster(seed: int, head: Head) -> None:
     for goal in Goal:
         expected = brute_force(costs, every_order(3), goal)
         assert _score(search_sets(costs, goal)) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("objective", Objective)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_the_plan_is_the_best_of_all_shapes(seed: int, objective: Objective) -> None:
+    """Batches, micro-batches, chunks and heads: bounds leave out nothing that could win."""
+    model = replace(LLAMA_30B, blocks=5)
+    cluster = random_cluster(seed, 3, tight=True)
+    workload = Workload(batches=(1, 4), chunk_tokens=(64, 256))
+    problem = Problem(model, cluster, workload, objective)
+    weights = problem.weights()
+    expected = float("inf")
+    for shape in shapes(workload, objective):
+        costs = price(model, cluster, workload, shape, problem.focus).costs
+        for order in every_order(3):
+            seconds = brute_force(costs, iter([order]), problem.goal) / problem.share(shape)
+            used = 1.0 if weights is None else float(weights[list(order)].sum())
+            expected = min(expected, seconds * used)
+    found = candidates(problem)
+    assert (found[0].score if found else float("inf")) == pytest.approx(expected)
