@@ -212,14 +212,18 @@ def _alternatives(report: PlanReport) -> Table:
             f"{gives:,.3g}" if gives < 100 else f"{gives:,.0f}",
             f"{gives / best - 1:+.1%}" if best else "-",
             str(len(made.peers)),
-            _why(made),
+            _why(objective, made),
         )
     return table
 
 
-def _why(made: Plan) -> str:
+def _why(objective: Objective, made: Plan) -> str:
     route = made.routes[0]
-    batch = f"batch {route.shape.batch} as {route.shape.micro_batches} x {route.shape.micro_batch}"
+    shape = route.shape
+    batch = f"batch {shape.batch} as {shape.micro_batches} x {shape.micro_batch}"
+    if objective is Objective.FIRST_TOKEN:
+        passes = f"{route.prefill_chunks} x {shape.chunk_tokens} prompt tokens"
+        return f"batch {shape.batch}, {passes}: {_seconds(route.first_token_s)}"
     return f"{batch}; {route.bottleneck}: {_seconds(route.token_s)} a token"
 
 

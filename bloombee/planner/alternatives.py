@@ -101,7 +101,7 @@ def _by_layout(
 ) -> Alternative | None:
     """The best way of cutting the plan's batch up for a layout's spans; None if none fits."""
     route = None if layout is None else _first_chain(layout, problem.model.blocks)
-    if route is None:
+    if route is None or len(route) > (problem.most_peers or len(route)):
         return None
     assembler = Assembler(problem.model, problem.cluster, problem.workload)
     sizes = problem.workload.micro_batches_of(shape.batch)
