@@ -217,8 +217,11 @@ def ms(runs: Sequence[Measured], name: str) -> str:
 
 def draw(measured: dict[Case, list[Measured]], file: Path) -> None:
     """Stacked bars: what the wait for the next token is made of, beside a new session."""
-    import matplotlib as mpl
-
+    try:
+        import matplotlib as mpl
+    except ImportError:
+        console.print("no picture: matplotlib is missing (scripts/setup-venv dev installs it)")
+        return
     mpl.use("agg")
     from matplotlib import pyplot
 
