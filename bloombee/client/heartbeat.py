@@ -27,7 +27,7 @@ async def keep_alive(circuit: Circuit, settings: ClientSettings) -> None:
         if late_s > settings.heartbeat_s:
             for link in links:
                 link.heard_s += late_s  # it was us who did not listen
-        for link in _silent(links, now(), settings):
+        for link in silent(links, now(), settings):
             _miss(link, settings.silence_s)
         async with asyncio.TaskGroup() as tasks:
             for link in links:
@@ -35,7 +35,7 @@ async def keep_alive(circuit: Circuit, settings: ClientSettings) -> None:
         _look_for_stalls(circuit, stalls, now())
 
 
-def _silent(links: list[StageLink], now_s: float, settings: ClientSettings) -> list[StageLink]:
+def silent(links: list[StageLink], now_s: float, settings: ClientSettings) -> list[StageLink]:
     """Those silent for too long, and with them those about to be: it is one and the same cause.
 
     When our own network fails all stages fall silent within a beat.
