@@ -43,6 +43,7 @@ def test_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert sum(line.count(" <") for line in spans) >= 1
     assert "no compression" in shown
     assert "head at the client" in shown
+    assert "Petals' greedy rule" in shown
 
 
 def test_json(capsys: pytest.CaptureFixture[str]) -> None:
@@ -55,7 +56,8 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert made["tokens_per_dollar"] == pytest.approx(made["tokens_per_s"] / rent)
     assert made["served_tokens_per_s"] == pytest.approx(made["tokens_per_s"], rel=0.02)
     changes = {alternative["change"] for alternative in made["alternatives"]}
-    assert {"batch 16", "batch 64", "at most 1 peer", "Petals' greedy rule"} <= changes
+    assert {"batch 16", "batch 64", "at most 1 peer", "head at the client"} <= changes
+    assert "Petals' greedy rule" not in changes, "it takes three peers"
 
 
 def test_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
