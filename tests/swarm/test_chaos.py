@@ -10,18 +10,25 @@ from __future__ import annotations
 
 import logging
 import sys
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
+
+import jaxtyping
 
 from bloombee.telemetry import now_s
 from tests.swarm.chaos.drive import make_case, run_case
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     import pytest
 
     from tests.swarm.chaos.drive import Case, Report
 
-SEEDS = 400
+SEEDS = 360
 UNDISTURBED = 40
+CHECKED = 10
+"""In every so manieth run shapes are checked, which takes twice as long as all the rest."""
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -34,9 +41,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def test_no_fault_changes_an_answer_or_leaks_a_page(
     fault_seed: int, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
 ) -> None:
-    case = make_case(fault_seed)
+    with shapes_checked(False):
+        case = make_case(fault_seed)
     if request.config.getoption("--fault-seed") is None:
-        report = run_case(case)
+        with shapes_checked(fault_seed % CHECKED == 0):
+            report = run_case(case)
     else:
         with capsys.disabled():
             sys.stdout.write(f"\n{case}\n")
@@ -55,7 +64,8 @@ def test_without_faults_every_client_gets_the_right_answers() -> None:
 
 def test_the_same_seed_gives_the_same_events_in_the_same_order() -> None:
     for seed in range(20):
-        first, again = (run_case(make_case(seed)) for _ in range(2))
+        with shapes_checked(False):
+            first, again = (run_case(make_case(seed)) for _ in range(2))
         assert first.case == again.case
         assert first.events > 20
         assert first.struck == again.struck
@@ -64,6 +74,16 @@ def test_the_same_seed_gives_the_same_events_in_the_same_order() -> None:
             again.events,
             again.seconds,
         )
+
+
+@contextmanager
+def shapes_checked(wanted: bool) -> Iterator[None]:
+    """Leave the checks of tensor shapes out inside, unless they are `wanted`."""
+    jaxtyping.config.update("jaxtyping_disable", not wanted)
+    try:
+        yield
+    finally:
+        jaxtyping.config.update("jaxtyping_disable", False)
 
 
 class _VirtualTime(logging.Formatter):
