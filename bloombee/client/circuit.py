@@ -106,7 +106,7 @@ class Circuit:
         self.alarm = asyncio.Event()
         """Set when there is something to see to, even if nobody waits for a stage."""
         self.is_closing = False
-        self.links: set[StageLink] = set()
+        self.links: dict[StageLink, None] = {}
         """Every stream that stands or may stand, those of replaced stages too."""
         self._scope: asyncio.Timeout | None = None
         self._retiring: set[StageLink] = set()
@@ -136,7 +136,7 @@ class Circuit:
         we have gone before the new one says that we are back.
         """
         seat.link = link
-        self.links.add(link)
+        self.links[link] = None
         self.progress.traffic.streams.append(link.connection.counters)
         link.start(self, self.tasks)
 
@@ -155,14 +155,14 @@ class Circuit:
     def retire_strangers(self) -> None:
         """Let go of all streams that belong to no seat."""
         held = {seat.link for seat in self.seats}
-        for link in self.links - held:
+        for link in [link for link in self.links if link not in held]:
             self.retire(link)
 
     async def _retire(self, link: StageLink) -> None:
         try:
             await link.close(self.session, self._close_s)
         finally:
-            self.links.discard(link)
+            self.links.pop(link, None)
             self._retiring.discard(link)
 
     # What the streams tell ------------------------------------------------------------
