@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import threading
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
+from bloombee import AutoDistributedModelForCausalLM
 from tests.e2e.dht_processes import wait_until
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from bloombee.cli.local_swarm import LocalSwarm
 
@@ -50,6 +52,17 @@ class AtToken(LogitsProcessor):
     @property
     def processors(self) -> LogitsProcessorList:
         return LogitsProcessorList([self])
+
+
+@contextmanager
+def client_of(swarm: LocalSwarm) -> Iterator[Any]:
+    model = AutoDistributedModelForCausalLM.from_pretrained(
+        MODEL, initial_peers=swarm.initial_peers, dtype="float32"
+    )
+    try:
+        yield model
+    finally:
+        model.close()
 
 
 def stages(swarm: LocalSwarm, model: Any) -> list[int]:

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from bloombee import AutoDistributedModelForCausalLM
 from bloombee.cli.local_swarm import LocalSwarm
 from bloombee.cli.status import show
 from bloombee.config.settings import StatusSettings
@@ -27,6 +26,7 @@ from tests.e2e.disturbances import (
     MODEL,
     SERVER_FLAGS,
     AtToken,
+    client_of,
     prompt,
     revive,
     stages,
@@ -64,11 +64,8 @@ def swarm(state: None) -> Iterator[LocalSwarm]:
 
 @pytest.fixture(scope="module")
 def model(swarm: LocalSwarm) -> Iterator[Any]:
-    model = AutoDistributedModelForCausalLM.from_pretrained(
-        MODEL, initial_peers=swarm.initial_peers, dtype="float32"
-    )
-    yield model
-    model.close()
+    with client_of(swarm) as model:
+        yield model
 
 
 @pytest.fixture(scope="module")

@@ -9,9 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from bloombee import AutoDistributedModelForCausalLM
 from bloombee.cli.local_swarm import LocalSwarm
-from tests.e2e.disturbances import GREEDY, MODEL, SERVER_FLAGS, AtToken, prompt, stages, wait_free
+from tests.e2e.disturbances import (
+    GREEDY,
+    MODEL,
+    SERVER_FLAGS,
+    AtToken,
+    client_of,
+    prompt,
+    stages,
+    wait_free,
+)
 from tests.e2e.namespaces import Network, need_namespaces
 
 if TYPE_CHECKING:
@@ -41,11 +49,8 @@ def swarm(network: Network) -> Iterator[LocalSwarm]:
 
 @pytest.fixture(scope="module")
 def model(swarm: LocalSwarm) -> Iterator[Any]:
-    model = AutoDistributedModelForCausalLM.from_pretrained(
-        MODEL, initial_peers=swarm.initial_peers, dtype="float32"
-    )
-    yield model
-    model.close()
+    with client_of(swarm) as model:
+        yield model
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from bloombee import AutoDistributedModelForCausalLM
 from bloombee.cli.local_swarm import LocalSwarm
 from bloombee.core import Span
 from tests.e2e.dht_processes import ROOT, wait_until
@@ -27,6 +26,7 @@ from tests.e2e.disturbances import (
     STAGES,
     AtToken,
     alive,
+    client_of,
     prompt,
     revive,
     stages,
@@ -60,11 +60,8 @@ def swarm() -> Iterator[LocalSwarm]:
 
 @pytest.fixture(scope="module")
 def model(swarm: LocalSwarm) -> Iterator[Any]:
-    model = AutoDistributedModelForCausalLM.from_pretrained(
-        MODEL, initial_peers=swarm.initial_peers, dtype="float32"
-    )
-    yield model
-    model.close()
+    with client_of(swarm) as model:
+        yield model
 
 
 @pytest.fixture(scope="module")
