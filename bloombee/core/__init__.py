@@ -3,7 +3,7 @@
 from bloombee.core.identifiers import PeerId, SessionId
 from bloombee.core.packed import PackedTable
 from bloombee.core.span import Route, Span, Stage
-from bloombee.core.step import Phase, StepIdentity
+from bloombee.core.step import Phase
 
 __all__ = [
     "PackedTable",
@@ -13,5 +13,4 @@ __all__ = [
     "SessionId",
     "Span",
     "Stage",
-    "StepIdentity",
 ]

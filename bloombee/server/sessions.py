@@ -118,7 +118,7 @@ class Session:
         self.window = Window()
         self.backlog: deque[Arrived] = deque()
         self.outbox: asyncio.Queue[Outgoing] = asyncio.Queue()
-        self.tasks: set[asyncio.Task[None]] = set()
+        self.tasks: dict[asyncio.Task[None], None] = {}
         self.onward = None if opening.next is None else Onward(opening.next)
 
     @property
@@ -161,8 +161,9 @@ class Session:
 
     def keep_task(self, task: asyncio.Task[None]) -> None:
         """Let `task` run for as long as the current epoch."""
-        self.tasks.add(task)
-        task.add_done_callback(self.tasks.discard)
+        tasks = self.tasks  # in order, so that what happens can be repeated
+        tasks[task] = None
+        task.add_done_callback(lambda _: tasks.pop(task, None))
 
     def stop_tasks(self) -> None:
         """End what runs for the current epoch."""

@@ -21,7 +21,7 @@ class BackgroundTasks:
     """Holds tasks until they end; `stop` leaves none behind."""
 
     def __init__(self) -> None:
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[asyncio.Task[None], None] = {}
         self._bug: asyncio.Future[Exception] | None = None
         self._stopping = False
 
@@ -31,7 +31,7 @@ class BackgroundTasks:
     def start(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         """Run `work` in a task of the running loop; after `stop` it is cancelled at once."""
         task = asyncio.get_running_loop().create_task(work, name=name)
-        self._tasks.add(task)
+        self._tasks[task] = None
         task.add_done_callback(self._ended)
         if self._stopping:
             task.cancel()
@@ -59,14 +59,14 @@ class BackgroundTasks:
     async def stop(self) -> None:
         """Cancel all tasks and wait until they have ended."""
         self._stopping = True
-        tasks = self._tasks - {asyncio.current_task()}
+        tasks = [task for task in self._tasks if task is not asyncio.current_task()]
         for task in tasks:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
+        self._tasks.pop(task, None)
         if task.cancelled() or (error := task.exception()) is None:
             return
         logger.critical("a bug ended the task %s", task.get_name(), exc_info=error)
