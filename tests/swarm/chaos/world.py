@@ -209,6 +209,8 @@ class World:
         self.loop.thaw(server.name)
         assert isinstance(stage.executor, InlineExecutor)
         stage.executor.crash()
+        for end in server.ends:
+            end.cancel()  # it was draining
         with process(server.name):
             server.ends.append(self.loop.create_task(stage.stop(0.0)))
 
@@ -240,11 +242,12 @@ class World:
 
     async def _ended(self, server: Server) -> None:
         """Wait until its former lives are over, without ending them if we are cancelled."""
-        if server.ends:
-            ends, server.ends = server.ends, []
-            await asyncio.wait(ends)
-            for end in ends:
-                end.result()
+        while server.ends:
+            await asyncio.wait(server.ends[:1])
+            if server.ends and server.ends[0].done():
+                end = server.ends.pop(0)
+                if not end.cancelled():
+                    end.result()
 
     async def heal(self) -> None:
         """Mend all links, thaw all processes, start all servers that don't run."""
