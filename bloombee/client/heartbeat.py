@@ -38,11 +38,14 @@ async def keep_alive(circuit: Circuit, settings: ClientSettings) -> None:
 def silent(links: list[StageLink], now_s: float, settings: ClientSettings) -> list[StageLink]:
     """Those silent for too long, and with them those about to be: it is one and the same cause.
 
-    When our own network fails all stages fall silent within a beat.
+    When our own network fails all stages fall silent within a beat. A beat waits behind
+    what was sent before it, to whichever stage, since all share our uplink: so silence
+    is allowed for longer while much is under way.
     """
-    if all(now_s - link.heard_s <= settings.silence_s for link in links):
+    silence_s = settings.silence_s + sum(link.way_s for link in links)
+    if all(now_s - link.heard_s <= silence_s for link in links):
         return []
-    nearly_s = max(settings.silence_s - 2 * settings.heartbeat_s, settings.silence_s / 2)
+    nearly_s = max(silence_s - 2 * settings.heartbeat_s, silence_s / 2)
     return [link for link in links if now_s - link.heard_s > nearly_s]
 
 

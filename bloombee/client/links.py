@@ -34,6 +34,7 @@ from bloombee.protocol.messages import (
     Opened,
     Output,
 )
+from bloombee.protocol.pulse import Pulse
 from bloombee.swarm.connection import Connection
 from bloombee.transport.interface import Endpoint
 
@@ -94,7 +95,7 @@ class StageLink:
         self._reader: asyncio.Task[None] | None = None
         self._closed = asyncio.Event()
         self._asked: asyncio.Future[Opened] | None = None
-        self._beats = 0
+        self._pulse = Pulse(0.0, self.heard_s)
 
     def __str__(self) -> str:
         return f"blocks {self.stage.span} at {self.stage.peer[-8:]}"
@@ -109,6 +110,11 @@ class StageLink:
     def is_up(self) -> bool:
         """Whether anything can be asked of it."""
         return self.error is None
+
+    @property
+    def way_s(self) -> float:
+        """How long what we have sent and the stage has not confirmed may take."""
+        return self._pulse.way_s(self.connection.counters.bytes_sent)
 
     def told(self, failed: Failed) -> BloomBeeError:
         """The error that the stage reports, saying which stage it is."""
@@ -150,10 +156,10 @@ class StageLink:
         """Ask for a sign of life. Never raises: a broken stream shows when it is read."""
         if not self.is_up or self.connection.state in (State.CLOSING, State.OVER):
             return
-        self._beats += 1
+        number = self._pulse.beat(self.connection.counters.bytes_sent)
         try:
             async with asyncio.timeout(deadline_s):
-                await self.connection.send(Beat(session, self._beats))
+                await self.connection.send(Beat(session, number))
         except TimeoutError:
             _log.debug("%s is slow to take a sign of life", self)
         except BloomBeeError as error:
@@ -172,6 +178,7 @@ class StageLink:
                         hearer.hear_output(self, message, content)
                     case Beat():
                         self.sent_step = message.sent_step
+                        self._pulse.heard(self.heard_s, message.number)
                     case Opened():
                         self._answered(message)
                     case Failed():

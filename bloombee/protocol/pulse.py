@@ -40,5 +40,8 @@ class Pulse:
 
         `sent_bytes` is what has gone out so far.
         """
-        under_way = max(0, sent_bytes - self._confirmed_bytes)
-        return self._heard_s + self._silence_s + under_way / SLOWEST_BYTES_PER_S
+        return self._heard_s + self._silence_s + self.way_s(sent_bytes)
+
+    def way_s(self, sent_bytes: int) -> float:
+        """How long what is under way may take; `sent_bytes` is what has gone out so far."""
+        return max(0, sent_bytes - self._confirmed_bytes) / SLOWEST_BYTES_PER_S

@@ -14,7 +14,7 @@ SETTINGS = ClientSettings(silence_s=4.0, heartbeat_s=0.5)
 
 
 def links(*ages_s: float) -> list[Any]:
-    return [SimpleNamespace(heard_s=100.0 - age) for age in ages_s]
+    return [SimpleNamespace(heard_s=100.0 - age, way_s=0.0) for age in ages_s]
 
 
 @pytest.mark.parametrize(
@@ -32,6 +32,14 @@ def test_stages_that_fall_silent_within_a_beat_or_two_are_missed_together(
 ) -> None:
     seen = links(*ages_s)
     assert silent(seen, 100.0, SETTINGS) == [seen[index] for index in missed]
+
+
+def test_silence_is_allowed_for_as_long_as_what_is_under_way_may_take() -> None:
+    seen = links(6.5, 6.4, 0.1)
+    seen[0].way_s = 3.0
+    assert silent(seen, 100.0, SETTINGS) == []
+    seen[0].way_s = 1.0
+    assert silent(seen, 100.0, SETTINGS) == seen[:2]
 
 
 def test_no_links_no_silence() -> None:
