@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Self
 
+from bloombee.errors import DeadlineExceeded, SwarmError
 from bloombee.swarm.loop_thread import LoopThread
 from bloombee.swarm.membership import Membership
 from bloombee.swarm.options import NodeOptions
@@ -25,13 +26,16 @@ if TYPE_CHECKING:
     import concurrent.futures
 
     from bloombee.core import PeerId
-    from bloombee.errors import SwarmError
     from bloombee.swarm.identity import Identity
     from bloombee.swarm.records import ServerRecord
     from bloombee.swarm.view import SwarmSnapshot
 
 __all__ = ["NodeOptions", "SwarmNode"]
 
+PUBLISH_S = 20.0
+"""For the swarm to take a record."""
+FIRST_PAUSE_S = 0.5
+"""Between two attempts, doubled each time."""
 _CLOSE_DEADLINE_S = 4.5
 
 
@@ -75,14 +79,27 @@ class SwarmNode:
     async def publish(self, record: ServerRecord) -> None:
         """Put `record` into the DHT in place of any before it, and keep it fresh.
 
-        Its time of publishing is set here. Raises SwarmError when no node takes it or
-        this node is out of the swarm, ValueError when readers would refuse it.
+        Its time of publishing is set here. Raises SwarmError when no node takes it for
+        PUBLISH_S or this node is out of the swarm, ValueError when readers would refuse it.
         """
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + PUBLISH_S
+        pause_s = FIRST_PAUSE_S
 
         async def work() -> None:
             await self._member.publisher().publish(record)
 
-        await self._thread.run(work(), "publishing the record", self._deadline_s)
+        while True:
+            try:
+                await self._thread.run(work(), "publishing the record", self._deadline_s)
+            except (SwarmError, DeadlineExceeded):
+                # Neighbours may have just died, or be too busy for the moment.
+                if self._lost.done() or loop.time() + pause_s > until_s:
+                    raise
+                await asyncio.sleep(pause_s)
+                pause_s *= 2
+            else:
+                return
 
     async def withdraw(self) -> None:
         """Take the record out of the DHT: readers see it gone at once. May be repeated.
