@@ -139,8 +139,8 @@ class SwarmAccess:
             if search.queue_s is not None:
                 raise error from None
             search.full.add(stage.peer)
-        elif now_s >= search.until_s or not _may_pass(error):
-            raise error from None
+        elif not _may_pass(error) or (search.failures and now_s >= search.until_s):
+            raise error from None  # the first may have queued for long: it is not the last
         else:
             search.failures += 1
             self.health.failed(stage.peer, now_s)

@@ -111,14 +111,15 @@ def make_script(luck: random.Random) -> Script:
 
 
 def _next_act(luck: random.Random, rows: int) -> Act:
-    kind = luck.choice(("decode", "decode", "say", "reorder", "crop", "leave", "pause", "stop"))
+    kinds = ("decode", "say", "say", "reorder", "reorder", "crop", "leave", "pause", "stop")
+    kind = luck.choice(kinds)
     if kind == "leave" and rows > 1:
         return Leave(luck.random() < 0.5)
     if kind == "say":
         lengths = [luck.choice((0, 1, 3, 20)) for _ in range(rows)]
         return Say((*lengths[1:], 5), luck.choice(("last", "last", "all", "none")))
     if kind == "reorder":
-        return Reorder(luck.randint(1, 6))
+        return Reorder(luck.randint(2, 10))
     if kind == "crop":
         return Crop(luck.randint(1, 6))
     if kind == "pause":
