@@ -88,7 +88,8 @@ class Bench:
         """Run one step under the session's use; its rows."""
         done: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         await self.gate.bring_back(sid(number), wait_s)
-        self.gate.submit(
+        releases = operations.releases if operations is not None else ()
+        self.executor.submit(
             StepWork(
                 session=sid(number),
                 step=1,
@@ -100,7 +101,7 @@ class Bench:
                 rows=torch.full((table.tokens, WIDTH), float(seed)),
                 wanted="all",
                 wire_dtype=torch.float32,
-                done=done.set_result,
+                done=self.gate.begin_step(sid(number), PART, releases, done.set_result),
             )
         )
         outcome = await done

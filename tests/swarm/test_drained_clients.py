@@ -175,7 +175,9 @@ def test_replay_where_that_is_cheaper(
 
 
 @pytest.mark.usefixtures("pages")
-def test_the_old_server_dies_while_it_hands_over(three: ClientSwarm, local: Any) -> None:
+def test_the_old_server_dies_while_it_hands_over(
+    three: ClientSwarm, local: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     drains, doomed = Drains(three), three.stages[1]
     favour(three, doomed)
     three.add(THREE[1])
@@ -186,7 +188,7 @@ def test_the_old_server_dies_while_it_hands_over(three: ClientSwarm, local: Any)
         loop.call_soon(three.kill, doomed)
         return await send(*arguments)
 
-    hand_overs._send_pages = dies
+    monkeypatch.setattr(hand_overs, "_send_pages", dies)
     drains.at_pass(doomed, 4)
     model = three.model()
     same(local, model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
@@ -31,6 +32,9 @@ from tests.swarm.recovering import (
     model_of,
     steps_computed,
 )
+
+if TYPE_CHECKING:
+    import torch
 
 TAKEN = SEQUENCES * MAX_LENGTH
 
@@ -262,7 +266,7 @@ class TestStepsSentAgain:
         run(digest_stage(0, 3), digest_stage(3, 6), test=test)
 
 
-def _one_row(talk: Talk) -> tuple[object, dict[int, tuple[int, int]]]:
+def _one_row(talk: Talk) -> tuple[torch.Tensor, dict[int, tuple[int, int]]]:
     from tests.swarm.chaos.digests import embed
 
     return embed([4], [3]), {0: (3, 1)}

@@ -307,7 +307,8 @@ class TestDeadlines:
 
             await eventually(taken, "the second stage has the step")
             (held,) = s.stages[1].sessions
-            assert 30_000 < held.held.book._last[0].deadline_ms < 60_000
+            last = held.held.book._last[0]
+            assert last is not None and 30_000 < last.deadline_ms < 60_000
             model_of(setups[1]).gate.set()
             await talk.check(sent)
 

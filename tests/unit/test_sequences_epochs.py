@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from bloombee.core import Span
@@ -15,8 +17,9 @@ TERMS = Terms(epoch=3, span=Span(2, 8), sequences=4, max_length=50)
 NEW, REPEATED, EARLIER = Taken.NEW, Taken.REPEATED, Taken.EARLIER
 
 
-def replay(number: int, rows: dict[int, tuple[int, int]], **changes: object) -> Step:
-    return step(number, rows, replay=True, until=8, **({"as_of": 4} | changes))
+def replay(number: int, rows: dict[int, tuple[int, int]], **changes: Any) -> Step:
+    changes = {"replay": True, "until": 8, "as_of": 4} | changes
+    return step(number, rows, **changes)
 
 
 def book_of(*steps: Step) -> SequenceBook:
