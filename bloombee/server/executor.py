@@ -149,6 +149,7 @@ class Executor:
             while not self._stopping:
                 try:
                     self._take_in()
+                    self._deliver()  # who asked the pool need not wait for the pass
                     if not self._stopping:
                         self._pass()
                 except Exception as error:
