@@ -62,6 +62,7 @@ class Size:
     max_step_tokens: int = 512
     pass_tokens: int = 512
     park_idle_s: float = 5.0
+    codec: str = "raw"
 
 
 @dataclass
@@ -106,6 +107,7 @@ class ClientSwarm:
         stage = StageServer(
             StageParts(
                 identity=identity,
+                codec=self.size.codec,
                 listener=self.network.listener(identity.peer_id),
                 dialer=self.network.dialer(identity.peer_id),
                 model=SpanModel.load(

@@ -17,11 +17,11 @@ WIRE_DTYPES: dict[torch.dtype, WireDtype] = {
 
 
 def encode_rows(
-    rows: Float[torch.Tensor, "T D"], dtype: WireDtype
+    rows: Float[torch.Tensor, "T D"], dtype: WireDtype, codec: str
 ) -> tuple[Payload, compression.Buffer]:
     """The description of `rows`, which have `dtype`, and their bytes: to be sent at once."""
-    codec, content = compression.encode(rows)
-    return Payload("rows", dtype, rows.shape[0], rows.shape[1], codec), content
+    used, content = compression.encode(rows, codec)
+    return Payload("rows", dtype, rows.shape[0], rows.shape[1], used), content
 
 
 def decode_rows(

@@ -141,7 +141,9 @@ class Rebuilder:
 
     def _from_here(self, gap: Gap, rows: Rows, part: Part, releases: tuple[int, ...]) -> _Job:
         circuit, table = self._circuit, part.table
-        payload, content = encode_rows(self._embedded(part), self._past.terms.dtype)
+        payload, content = encode_rows(
+            self._embedded(part), self._past.terms.dtype, self._settings.codec
+        )
         number, answer = circuit.ledger.expect_replay()
         message = Step(
             session=circuit.session,

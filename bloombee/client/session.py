@@ -222,7 +222,9 @@ class RemoteSession:
         self.entered += 1
         steps: list[PendingStep] = []
         for part in split(table, want, self._part_tokens(table.tokens, phase)):
-            payload, content = encode_rows(rows[part.start : part.stop], self.terms.dtype)
+            payload, content = encode_rows(
+                rows[part.start : part.stop], self.terms.dtype, self._settings.codec
+            )
             step = PendingStep(
                 self._ledger.number(),
                 part,

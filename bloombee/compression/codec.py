@@ -9,6 +9,7 @@ from jaxtyping import Shaped
 
 from bloombee.compression.layout import Layout, torch_dtype
 from bloombee.compression.raw import Buffer, RawCodec
+from bloombee.compression.split import SplitCodec
 from bloombee.errors import RequestError, Unsupported
 
 
@@ -32,19 +33,25 @@ class Codec(Protocol):
         ...
 
 
-_CODECS: dict[str, Codec] = {codec.name: codec for codec in (RawCodec(),)}
+SMALL_BYTES = 4096
+"""Less than this travels as it is: coding it costs more than it saves on any link."""
+
+_CODECS: dict[str, Codec] = {codec.name: codec for codec in (RawCodec(), SplitCodec())}
 
 
 def encode(
     tensor: Shaped[torch.Tensor, "rows width"], codec: str = RawCodec.name
 ) -> tuple[str, Buffer]:
-    """The codec used and the bytes to send: a view of the tensor, to be sent before it changes.
+    """The codec used and the bytes to send; raw ones are a view, to be sent before it changes.
 
-    Raises RequestError for a tensor that is no matrix, Unsupported for an unknown codec.
+    Small tensors are sent raw whatever `codec` says. Raises RequestError for a tensor that
+    is no matrix, Unsupported for an unknown codec.
     """
     if tensor.dim() != 2:
         raise RequestError(f"only matrices travel, got shape {tuple(tensor.shape)}")
     chosen = _codec(codec)
+    if tensor.nbytes < SMALL_BYTES:
+        chosen = _CODECS[RawCodec.name]
     return chosen.name, chosen.encode(tensor)
 
 

@@ -7,6 +7,7 @@ from typing import Annotated
 from pydantic import Field
 
 from bloombee.config.base import Settings
+from bloombee.config.fields import CodecName
 
 Seconds = Annotated[float, Field(gt=0)]
 
@@ -63,6 +64,10 @@ class ClientSettings(Settings):
         description="least tokens a step of a prompt carries when it is split for overlap",
     )
     payload_bytes: int = Field(default=16 << 20, ge=1, description="largest payload of one step")
+    codec: CodecName = Field(
+        default="raw",
+        description="how rows are sent to the first stage: raw, or split (lossless compression)",
+    )
     trace: bool = Field(
         default=False, description="ask every stage where each step's time went (model.traffic)"
     )

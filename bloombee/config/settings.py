@@ -10,6 +10,7 @@ from bloombee.config.base import Settings
 from bloombee.config.fields import (
     Announced,
     Blocks,
+    CodecName,
     Device,
     DtypeName,
     File,
@@ -144,6 +145,11 @@ class ServerSettings(ListenSettings):
     )
     drain: bool = Field(default=False, description=DRAIN_HELP)
     pid: PositiveInt | None = Field(default=None, description=PID_HELP)
+    codec: CodecName = Field(
+        default="raw",
+        description="how activations are sent on: raw, or split (lossless compression, for links "
+        "below about 4 Gbit/s)",
+    )
     max_frame_bytes: PositiveInt = Field(
         default=64 << 20, description="largest message accepted from a peer"
     )

@@ -264,6 +264,7 @@ def _stage(
                 max_length=opened.max_length,
             ),
             model_name=_public_name(opened.source.name),
+            codec=settings.codec,
             certificate_hash=who.certificate.hash,
             limits=Limits(
                 max_sessions=settings.max_sessions,

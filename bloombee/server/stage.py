@@ -60,6 +60,7 @@ class StageParts:
     pool: KVPool
     offer: Offer
     model_name: str = ""
+    codec: str = "raw"
     certificate_hash: bytes = b""
     limits: Limits = field(default_factory=Limits)
     executor_settings: ExecutorSettings = field(default_factory=ExecutorSettings)
@@ -75,7 +76,7 @@ class StageServer:
         self.executor = parts.make_executor(parts.model, parts.pool, parts.executor_settings)
         self.sessions = Sessions(parts.limits)
         self._parts = parts
-        self._payloads = Payloads()
+        self._payloads = Payloads(parts.codec)
         self._uptime = Stopwatch()
         self._tasks = BackgroundTasks()
         self.admission = Admission(self.executor, parts.pool, parts.limits)

@@ -13,7 +13,7 @@ from transformers.generation.streamers import BaseStreamer
 from bloombee.core import Span
 from bloombee.errors import RequestError
 from bloombee.models import open_source
-from tests.client_swarm import ClientSwarm, Size
+from tests.client_swarm import QUICK, ClientSwarm, Size
 from tests.generation import mixed, prompt, same_tokens
 from tests.tiny import BLOCKS, FAMILIES, reference, tiny_model
 
@@ -274,3 +274,19 @@ def test_a_long_prompt_is_not_cut_where_rotation_depends_on_its_length(tmp_path:
         pytest.raises(RequestError, match="in one step, of at most 100"),
     ):
         swarm.model().generate(prompt(1, 150), max_new_tokens=1)
+
+
+def test_compressed_on_every_hop(tmp_path: Path) -> None:
+    path = tiny_model("llama", tmp_path)
+    source = open_source(str(path))
+    spans = [Span.parse(text) for text in STAGES[4]]
+    sent: dict[str, Any] = {}
+    for codec in ("raw", "split"):
+        with ClientSwarm(source, spans, Size(codec=codec), dtype=torch.bfloat16) as swarm:
+            remote = swarm.model(QUICK.model_copy(update={"codec": codec}))
+            found = remote.generate(prompt(4, 100), max_new_tokens=10, do_sample=False)
+            assert remote.traffic is not None
+            sent[codec] = remote.traffic.bytes_sent
+            sent[f"{codec} tokens"] = found.tolist()
+    assert sent["split tokens"] == sent["raw tokens"]
+    assert sent["split"] < 0.9 * sent["raw"]
