@@ -21,7 +21,7 @@ import torch
 
 from bloombee import compression
 from bloombee.core import SessionId, Span
-from bloombee.errors import TransportError
+from bloombee.errors import HopLost, TransportError
 from bloombee.kv import make_pool
 from bloombee.models import SpanModel
 from bloombee.protocol.failures import to_error
@@ -311,13 +311,19 @@ class RawSession:
         for link in self.links:
             await link.send(Close(self.id))
         for link in self.links:
-            await expect(link, Closed)
+            await closed(link)
             await link.close()
 
     async def vanish(self) -> None:
         """End all streams without a word."""
         for link in self.links:
             await link.close()
+
+
+async def closed(link: Connection) -> None:
+    """The stage's word that it closed the session; one whose next stage was faster may say so."""
+    while not isinstance(message := (await _receive(link))[0], Closed):
+        assert isinstance(message, Failed) and message.code == HopLost.code, message
 
 
 async def expect(link: Connection, kind: type[M]) -> M:
