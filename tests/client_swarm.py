@@ -168,12 +168,12 @@ class ClientSwarm:
         others = [each.endpoint.peer for each in self.stages if each is not stage]
         self.network.isolate(peer, [*others, *self.clients])
 
-    def restart(self, stage: StageServer) -> StageServer:
-        """Start a killed stage again, with nothing in its memory."""
+    def restart(self, stage: StageServer, span: Span | None = None) -> StageServer:
+        """Start a killed stage again, with nothing in its memory; maybe with another span."""
         self.now(lambda: self.network.revive(stage.endpoint.peer))
         self.stages.remove(stage)
         self.loop.run(stage.stop(1.0))
-        return self.add(stage.offer.span, stage._parts.identity)  # pyright: ignore[reportArgumentType] - it was made by us
+        return self.add(span or stage.offer.span, stage._parts.identity)  # pyright: ignore[reportArgumentType] - it was made by us
 
     def serving(self, model: DistributedModelForCausalLM, index: int) -> StageServer:
         """The stage that holds part `index` of a model's newest session."""

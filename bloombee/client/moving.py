@@ -43,7 +43,7 @@ class Moving:
         seats = self._circuit.seats
         for seat in [seat for seat in seats if seat.leaving is not None]:
             self._around.health.leaves(seat.peer, now_s)
-            busy = frozenset(other.peer for other in seats if other is not seat)
+            busy = {other.peer: "is in the session" for other in seats if other is not seat}
             try:
                 await self._around.holders(seat.span, self._terms, busy=busy, fresh=True)
             except BloomBeeError as error:

@@ -93,21 +93,18 @@ def choose_route(
     *,
     tie_break: Callable[[], float],
     exclude: frozenset[PeerId] = frozenset(),
-    busy: frozenset[PeerId] = frozenset(),
+    busy: Mapping[PeerId, str] | None = None,
 ) -> Route:
     """The route for a session, deterministic for given offers and numbers of `tie_break`.
 
-    `exclude` failed of late, `busy` are in the same session already.
+    `exclude` failed of late, `busy` can't be taken for the reason given.
 
     Raises SwarmError naming the blocks that no usable server holds and why others were
     left out; RequestError when servers hold them all but the session is too large for
     some.
     """
     ordered = sorted(offers, key=lambda offer: offer.peer)
-    barred = {
-        **dict.fromkeys(busy, "is in the session"),
-        **dict.fromkeys(exclude, "failed before"),
-    }
+    barred = {**dict.fromkeys(exclude, "failed before"), **(busy or {})}
     verdicts = [_judge(offer, demand, barred) for offer in ordered]
     usable = [o for o, verdict in zip(ordered, verdicts, strict=True) if verdict is None]
     path = _best_path(usable, demand.span, tie_break)
@@ -118,9 +115,9 @@ def choose_route(
 
 def _judge(offer: Offer, demand: Demand, barred: Mapping[PeerId, str]) -> _Rejection | None:
     reasons = (
-        (offer.peer in barred, barred.get(offer.peer, "")),
         (offer.fingerprint != demand.fingerprint, "serves another model"),
         (offer.state != "online", f"is {offer.state}"),
+        (offer.peer in barred, barred.get(offer.peer, "")),
         (offer.dtype != demand.dtype, f"serves {offer.dtype}, not {demand.dtype}"),
         (offer.span.end > demand.num_blocks, "announces blocks the model does not have"),
     )

@@ -58,7 +58,9 @@ class Staffing:
         chosen = {seat: each[0] for seat, each in cares.items()}
         seats = list(self._circuit.seats)
         down = [s for s in seats if chosen[s] is not Care.REPLACE and not s.is_up]
-        unreached = await self._redial(down, case)
+        gone = {seat for seat in down if not self._serves(seat)}
+        unreached = await self._redial([seat for seat in down if seat not in gone], case)
+        unreached |= gone
         vacant = [seat for seat in seats if chosen[seat] is Care.REPLACE or seat in unreached]
         for run in _neighbours(vacant, seats):
             await self._fill(run, cares, chosen, case)
@@ -103,6 +105,7 @@ class Staffing:
     ) -> list[Seat]:
         """Let seats go on with their peers where nobody else can; returns those that can't."""
         wished = [s for s in run if cares[s][0] is Care.REPLACE or self._has_moved(s)]
+        wished = [seat for seat in wished if seat.is_up or self._serves(seat)]
         unreached = await self._redial([seat for seat in wished if not seat.is_up], case)
         stays = [seat for seat in wished if seat not in unreached]
         for seat in stays:
@@ -112,6 +115,10 @@ class Staffing:
     def _has_moved(self, seat: Seat) -> bool:
         """Whether its peer is said to listen where we have not tried yet: it may be back."""
         return not set(self._around.endpoints(seat.peer)) <= set(seat.endpoints)
+
+    def _serves(self, seat: Seat) -> bool:
+        """Whether its peer may still hold its blocks: it may have started again with others."""
+        return self._around.serves(seat.peer, seat.span)
 
     async def _widen(self, run: list[Seat], case: _Case) -> bool:
         """Give up living neighbours too, where a wider span has other holders."""
@@ -134,12 +141,12 @@ class Staffing:
         """Other peers for the blocks of `run`, those in `living` among them.
 
         Who holds a lost seat is not one: where nobody else can be had, it stays (`_stay`),
-        with what it has. Raises SwarmError or RequestError.
+        with what it has; unless it has other blocks now. Raises SwarmError or RequestError.
         """
         span = Span(run[0].span.start, run[-1].span.end)
-        busy = frozenset(seat.peer for seat in self._circuit.seats) - living
         fresh = False
         while True:
+            busy = self._busy(run, living)
             found = await self._around.holders(span, self._terms, busy=busy, fresh=fresh)
             new = [Seat(holder.stage, holder.endpoints) for holder in found]
             limit_s = min(TAKE_OVER_S, self._around.settings.connect_s)
@@ -154,6 +161,14 @@ class Staffing:
         if len(run) == len(new) == 1:
             new[0].source = _source(run[0])
         self._circuit.replace(run, new)
+
+    def _busy(self, run: Sequence[Seat], living: frozenset[PeerId]) -> dict[PeerId, str]:
+        """Who can't take the blocks of `run`, and why."""
+        return {
+            seat.peer: "was lost by the session" if seat in run else "is in the session"
+            for seat in self._circuit.seats
+            if seat.peer not in living and (seat.is_up or seat not in run or self._serves(seat))
+        }
 
     async def _free(self, run: list[Seat], peers: set[PeerId]) -> None:
         """Close the session where a peer is to hold another span of it."""

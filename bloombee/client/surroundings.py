@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -29,15 +30,20 @@ class Surroundings(Protocol):
     health: PeerHealth
 
     async def holders(
-        self, span: Span, terms: SessionTerms, *, busy: frozenset[PeerId], fresh: bool
+        self, span: Span, terms: SessionTerms, *, busy: Mapping[PeerId, str], fresh: bool
     ) -> list[Holder]:
         """Stages that cover `span`, of peers that are neither `busy` nor left out for now.
 
-        With `fresh` the swarm is looked at again. Raises SwarmError when blocks have no
-        holder, RequestError when the session is too large for those there are.
+        `busy` says why they are. With `fresh` the swarm is looked at again. Raises
+        SwarmError when blocks have no holder, RequestError when the session is too large
+        for those there are.
         """
         ...
 
     def endpoints(self, peer: PeerId) -> tuple[Endpoint, ...]:
         """Where `peer` listens, as of the last look; empty when it was not seen."""
+        ...
+
+    def serves(self, peer: PeerId, span: Span) -> bool:
+        """Whether `peer` may hold `span`: unless it was seen with other blocks."""
         ...

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -160,12 +160,13 @@ class SwarmAccess:
         return self._choose(snapshot, terms, frozenset(exclude))
 
     async def holders(
-        self, span: Span, terms: SessionTerms, *, busy: frozenset[PeerId], fresh: bool
+        self, span: Span, terms: SessionTerms, *, busy: Mapping[PeerId, str], fresh: bool
     ) -> list[Holder]:
         """Stages that cover `span`, of peers that are neither `busy` nor left out for now.
 
-        With `fresh` the swarm is looked at again. Raises SwarmError when blocks have no
-        holder, RequestError when the session is too large for those there are.
+        `busy` says why they are. With `fresh` the swarm is looked at again. Raises
+        SwarmError when blocks have no holder, RequestError when the session is too large
+        for those there are.
         """
         away = self.health.left_out(asyncio.get_running_loop().time())
         if not fresh and self._seen is not None:
@@ -179,6 +180,11 @@ class SwarmAccess:
     def endpoints(self, peer: PeerId) -> tuple[Endpoint, ...]:
         """Where `peer` listens, as of the last look; empty when it was not seen."""
         return () if self._seen is None else _endpoints(self._seen[1], peer)
+
+    def serves(self, peer: PeerId, span: Span) -> bool:
+        """Whether `peer` may hold `span`: unless it was seen with other blocks."""
+        record = None if self._seen is None else self._seen[1].find(peer)
+        return record is None or record.span.covers(span)
 
     async def _snapshot(self, max_age_s: float) -> SwarmSnapshot:
         now = asyncio.get_running_loop().time()
@@ -201,7 +207,7 @@ class SwarmAccess:
         terms: SessionTerms,
         exclude: frozenset[PeerId],
         part: Span | None = None,
-        busy: frozenset[PeerId] = frozenset(),
+        busy: Mapping[PeerId, str] | None = None,
     ) -> list[Holder]:
         demand = Demand(
             self.num_blocks, terms.fingerprint, terms.dtype, terms.sequences, terms.max_length, part

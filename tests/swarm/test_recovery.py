@@ -291,6 +291,21 @@ def test_a_server_that_comes_back_with_nothing_is_filled_again(
     all_free(three)
 
 
+@pytest.mark.parametrize("back", [Span(2, 3), Span(3, 4), Span(0, 2)])
+def test_a_server_that_comes_back_with_other_blocks(
+    three: ClientSwarm, local: Any, back: Span
+) -> None:
+    model = three.model()
+    with model.inference_session(max_length=80):
+        same(local, model, max_new_tokens=3)
+        three.now(lambda: three.kill(three.stages[1]))
+        three.restart(three.stages[1], back)
+        for missing in {Span(2, 3): [Span(3, 4)], Span(3, 4): [Span(2, 3)]}.get(back, [Span(2, 4)]):
+            three.add(missing)
+        same(local, model)
+    all_free(three)
+
+
 def test_a_deadline_ends_the_call_and_not_the_session(three: ClientSwarm, local: Any) -> None:
     model = three.model()
     with model.inference_session(max_length=80):
