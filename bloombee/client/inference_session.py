@@ -30,9 +30,9 @@ class InferenceSession:
     @position.setter
     def position(self, position: int) -> None:
         held = self.cache.batch.columns
-        if not 0 <= position <= held:
+        if type(position) is not int or not 0 <= position <= held:
             raise RequestError(
-                f"position {position}: the session holds {held} tokens; set 0 to {held}"
+                f"position {position!r}: the session holds {held} tokens; set 0 to {held}"
             )
         self.cache.batch.crop(held - position)
 

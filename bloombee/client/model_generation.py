@@ -8,9 +8,11 @@ where the random numbers of a seeded call come from, and that a call inside an
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -23,11 +25,20 @@ from transformers.generation.utils import GENERATION_MODES_MAPPING
 from bloombee.client.batch import BatchTerms
 from bloombee.client.cache import RemoteCache
 from bloombee.client.inference_session import InferenceSession
-from bloombee.errors import RequestError, Unsupported
+from bloombee.errors import DeadlineExceeded, RequestError, Unsupported
 from bloombee.telemetry import now_s
 
+
+@dataclass(frozen=True, slots=True)
+class _Limit:
+    """A call has to be over at `until_s` of the monotonic clock, `given_s` after it began."""
+
+    until_s: float
+    given_s: float
+
+
 _session: ContextVar[InferenceSession | None] = ContextVar("bloombee_session", default=None)
-_until_s: ContextVar[float | None] = ContextVar("bloombee_until", default=None)
+_limit: ContextVar[_Limit | None] = ContextVar("bloombee_limit", default=None)
 _made: ContextVar[list[RemoteCache] | None] = ContextVar("bloombee_made", default=None)
 
 
@@ -72,6 +83,7 @@ class RemoteGenerationMixin(GenerationMixin):
         anything is sent, and the errors of `RemoteSession.step`.
         """
         _check_head(head)
+        _check_seed(seed)
         _hear_no_padding_warning()
         with ExitStack() as stack:
             session = self.active_session
@@ -95,19 +107,27 @@ class RemoteGenerationMixin(GenerationMixin):
 
         Raises RequestError unless `deadline_s` is positive. An outer limit goes on.
         """
-        if deadline_s is not None and not deadline_s > 0:
-            raise RequestError(f"deadline_s={deadline_s}: give a positive number of seconds")
-        limits = [self.request_s, *([] if deadline_s is None else [deadline_s])]
-        until_s = now_s() + min(limits)
-        outer = _until_s.get()
-        with _set(_until_s, until_s if outer is None else min(outer, until_s)):
+        if deadline_s is not None and not _is_duration(deadline_s):
+            raise RequestError(f"deadline_s={deadline_s!r}: give a positive number of seconds")
+        given_s = self.request_s if deadline_s is None else min(self.request_s, deadline_s)
+        limit, outer = _Limit(now_s() + given_s, given_s), _limit.get()
+        with _set(_limit, limit if outer is None or limit.until_s < outer.until_s else outer):
             yield
 
     @staticmethod
     def left_s() -> float | None:
-        """Seconds that the call has left; None outside of one."""
-        until_s = _until_s.get()
-        return None if until_s is None else until_s - now_s()
+        """Seconds that the call has left; None outside of one.
+
+        Raises DeadlineExceeded when there is none.
+        """
+        limit = _limit.get()
+        if limit is None:
+            return None
+        if (left_s := limit.until_s - now_s()) <= 0:
+            raise DeadlineExceeded(
+                f"the call took longer than the {limit.given_s:g} s it was given"
+            )
+        return left_s
 
     @contextmanager
     def _closing_caches(self) -> Iterator[list[RemoteCache]]:
@@ -134,6 +154,9 @@ class RemoteGenerationMixin(GenerationMixin):
         tokens, and frees them at the end. Raises RequestError when the model can't
         hold that many.
         """
+        for name, value in (("max_length", max_length), ("batch_size", batch_size)):
+            if type(value) is not int or value < 1:
+                raise RequestError(f"{name}={value!r}: give a positive integer")
         terms = BatchTerms(batch_size, max_length, growable=False)
         session = InferenceSession(self, self.new_cache(terms))
         try:
@@ -211,6 +234,15 @@ def _check_head(head: str) -> None:
         raise Unsupported("head='server' is not available yet: leave it out, or pass 'client'")
     if head not in ("auto", "client"):
         raise RequestError(f"head={head!r} is unknown: pass 'auto' or 'client'")
+
+
+def _check_seed(seed: object) -> None:
+    if seed is not None and not (type(seed) is int and 0 <= seed < 1 << 64):
+        raise RequestError(f"seed={seed!r}: give an integer from 0 to 2**64 - 1")
+
+
+def _is_duration(value: object) -> bool:
+    return type(value) in (int, float) and 0 < value < math.inf  # pyright: ignore[reportOperatorIssue] - a number by now
 
 
 def _check_supported(config: GenerationConfig) -> None:

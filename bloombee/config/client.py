@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import Field, ValidationError, model_validator
 
 from bloombee.config.base import Settings
 from bloombee.config.fields import CodecName
+from bloombee.config.validation import explain
+from bloombee.errors import SettingsError
 
-Seconds = Annotated[float, Field(gt=0)]
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Wait = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class ClientSettings(Settings):
-    """Deadlines and limits of every client session; none of them is infinite."""
+    """Deadlines and limits of every client session; none of them is infinite.
+
+    Raises SettingsError, in one line, for values that can't be.
+    """
 
     connect_s: Seconds = Field(
         default=10.0, description="to reach a server and agree on who is who"
@@ -40,9 +46,7 @@ class ClientSettings(Settings):
         default=60.0,
         description="to replace lost stages, and for servers of missing blocks to join",
     )
-    queue_s: float = Field(
-        default=30.0, ge=0, description="to wait for KV on servers that are full"
-    )
+    queue_s: Wait = Field(default=30.0, description="to wait for KV on servers that are full")
     backoff_s: Seconds = Field(
         default=0.5, description="for which a server that failed is left out, doubled each time"
     )
@@ -52,8 +56,8 @@ class ClientSettings(Settings):
     close_s: Seconds = Field(
         default=2.0, description="for servers to confirm that a session is closed"
     )
-    snapshot_s: float = Field(
-        default=3.0, ge=0, description="how long one look at the swarm serves new sessions"
+    snapshot_s: Wait = Field(
+        default=3.0, description="how long one look at the swarm serves new sessions"
     )
     steps_in_flight: int = Field(
         default=8, ge=1, description="steps of a long prompt sent before the first is answered"
@@ -71,3 +75,18 @@ class ClientSettings(Settings):
     trace: bool = Field(
         default=False, description="ask every stage where each step's time went (model.traffic)"
     )
+
+    def __init__(self, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise SettingsError(f"client settings: {explain(error, str)}") from None
+
+    @model_validator(mode="after")
+    def _beats_before_it_misses(self) -> ClientSettings:
+        if 2 * self.heartbeat_s > self.silence_s:
+            raise ValueError(
+                f"heartbeat_s={self.heartbeat_s:g} is more than half of "
+                f"silence_s={self.silence_s:g}: a stage would be missed before it was asked"
+            )
+        return self

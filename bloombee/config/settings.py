@@ -120,11 +120,15 @@ class ServerSettings(ListenSettings):
         default="auto", description="KV tokens that one peer may reserve; auto is all there are"
     )
     max_wait_s: float = Field(
-        default=60.0, ge=0, description="longest that a request may queue for KV, in seconds"
+        default=60.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="longest that a request may queue for KV, in seconds",
     )
     park_idle_s: float = Field(
         default=5.0,
         gt=0,
+        allow_inf_nan=False,
         description="idle time after which a session may lose its place to one that waits; "
         "what it holds is kept aside and comes back with its next step",
     )
@@ -136,11 +140,13 @@ class ServerSettings(ListenSettings):
     lease_s: float = Field(
         default=30.0,
         gt=0,
+        allow_inf_nan=False,
         description="how long the session of a silent client is kept, in seconds",
     )
     drain_s: float = Field(
         default=30.0,
         ge=0,
+        allow_inf_nan=False,
         description="time for sessions to move to other servers when this one is told to stop",
     )
     drain: bool = Field(default=False, description=DRAIN_HELP)

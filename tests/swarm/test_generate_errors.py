@@ -353,3 +353,44 @@ def test_it_works_in_a_running_loop(model: DistributedModelForCausalLM) -> None:
         return model.generate(IDS, max_new_tokens=3, **GREEDY)
 
     assert asyncio.run(cell()).shape == (1, 7)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"seed": 1.5}, "seed=1.5: give an integer"),
+        ({"seed": 2**70}, "give an integer"),
+        ({"deadline_s": "x"}, "deadline_s='x': give a positive number"),
+        ({"deadline_s": float("inf")}, "give a positive number"),
+        ({"deadline_s": True}, "give a positive number"),
+    ],
+)
+def test_arguments_of_the_wrong_kind(
+    model: DistributedModelForCausalLM, arguments: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(RequestError, match=says):
+        model.generate(IDS, max_new_tokens=1, **GREEDY, **arguments)
+
+
+def test_sessions_of_the_wrong_size(model: DistributedModelForCausalLM) -> None:
+    for wrong in (0, -1, 1.5, True, "x"):
+        with (
+            pytest.raises(RequestError, match="max_length=.*: give a positive integer"),
+            model.inference_session(max_length=wrong),  # pyright: ignore[reportArgumentType] - the point
+        ):
+            pass
+    with (
+        model.inference_session(max_length=8) as session,
+        pytest.raises(RequestError, match=r"position 1\.5: the session holds"),
+    ):
+        session.position = 1.5  # pyright: ignore[reportAttributeAccessIssue] - the point
+
+
+def test_a_time_that_is_up_before_it_begins_is_named(model: DistributedModelForCausalLM) -> None:
+    with pytest.raises(DeadlineExceeded, match="the call took longer than the 1e-06 s"):
+        model.generate(IDS, max_new_tokens=1, deadline_s=1e-6, **GREEDY)
+    with model.inference_session(max_length=16):
+        model.generate(IDS, max_new_tokens=2, **GREEDY)
+        with pytest.raises(DeadlineExceeded, match="longer than the 1e-06 s"):
+            model.generate(IDS, max_new_tokens=2, deadline_s=1e-6, **GREEDY)
+        assert model.generate(IDS, max_new_tokens=3, **GREEDY).shape == (1, 7)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from pydantic import ValidationError
 
 from bloombee import __version__
+from bloombee.config.client import ClientSettings
 from bloombee.config.directories import cache_directory, state_directory
 from bloombee.config.environment import (
     child_environment,
@@ -327,3 +328,20 @@ def test_children_get_passive_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GRPC_VERBOSITY", raising=False)
     use_quiet_grpc()
     assert variable("GRPC_VERBOSITY") == "ERROR"
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"recovery_s": 0}, "recovery_s: should be greater than 0"),
+        ({"silence_s": float("nan")}, "silence_s: should be a finite number"),
+        ({"request_s": float("inf")}, "request_s: should be a finite number"),
+        ({"codec": "zip"}, "codec: should be 'raw' or 'split'"),
+        ({"patience": 1}, "patience: "),
+        ({"heartbeat_s": 3}, "more than half of silence_s=4"),
+    ],
+)
+def test_client_settings_that_can_not_be_are_one_line(values: dict[str, Any], says: str) -> None:
+    with pytest.raises(SettingsError, match=says) as caught:
+        ClientSettings(**values)
+    assert "\n" not in str(caught.value)
