@@ -33,7 +33,7 @@ from bloombee.errors import (
     SwarmError,
     VersionMismatch,
 )
-from bloombee.planner.recovery import PeerHealth
+from bloombee.planner.recovery import PeerHealth, doubled
 from bloombee.swarm.view import SwarmSnapshot
 from bloombee.transport.interface import Endpoint
 
@@ -65,7 +65,7 @@ class _Search:
         """Before the next attempt; none at first, then longer and longer."""
         if self.failures < PROMPT_ATTEMPTS:
             return 0.0
-        return min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** min(self.failures - PROMPT_ATTEMPTS, 20))
+        return doubled(FIRST_PAUSE_S, self.failures - PROMPT_ATTEMPTS, LONGEST_PAUSE_S)
 
 
 @dataclass

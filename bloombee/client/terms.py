@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from bloombee.compression import row_bytes
 from bloombee.protocol.messages import WireDtype
-
-ITEM_BYTES: dict[WireDtype, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "int32": 4}
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +25,7 @@ class SessionTerms:
     @property
     def row_bytes(self) -> int:
         """Bytes of one row on the wire, uncompressed."""
-        return self.hidden_size * ITEM_BYTES[self.dtype]
+        return row_bytes(self.hidden_size, self.dtype)
 
     def step_tokens(self, allowed: int, payload_bytes: int) -> int:
         """How many tokens one step may carry where servers take `allowed`."""

@@ -31,6 +31,11 @@ def torch_dtype(name: str) -> torch.dtype:
     return _DTYPES[name]
 
 
+def row_bytes(width: int, dtype: str) -> int:
+    """Bytes of one row of `width` unencoded; raises ProtocolError for an unknown dtype."""
+    return width * torch_dtype(dtype).itemsize
+
+
 @dataclass(frozen=True, slots=True)
 class Layout:
     """A `[rows, width]` matrix of `dtype`, contiguous, as it is before encoding.

@@ -35,9 +35,14 @@ class KVShape:
     device: torch.device
 
     @property
+    def block_token_bytes(self) -> int:
+        """Bytes that one token takes on one block: its key and its value."""
+        return 2 * self.kv_heads * self.head_size * self.dtype.itemsize
+
+    @property
     def bytes_per_token(self) -> int:
         """Bytes that one token takes on all blocks of the span."""
-        return 2 * len(self.span) * self.kv_heads * self.head_size * self.dtype.itemsize
+        return len(self.span) * self.block_token_bytes
 
     def blocks(self, span: Span | None = None) -> range:
         """The blocks of `span`, or all. Raises RequestError when some are not held."""

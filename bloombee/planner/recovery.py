@@ -188,7 +188,12 @@ class Casebook:
     def _pause_s(self) -> float:
         if self._attempts <= 2:
             return 0.0
-        return min(self._longest_pause_s, self._first_pause_s * 2 ** min(self._attempts - 3, 20))
+        return doubled(self._first_pause_s, self._attempts - 3, self._longest_pause_s)
+
+
+def doubled(first_s: float, times: int, longest_s: float) -> float:
+    """`first_s` doubled so many times, `longest_s` at most."""
+    return min(longest_s, first_s * 2 ** min(times, 30))
 
 
 _ORDER = (
@@ -236,7 +241,7 @@ class PeerHealth:
         """`peer` did not do what was asked."""
         self._forget(now_s)
         failures = self._absent[peer].failures + 1 if peer in self._absent else 1
-        away_s = min(self._cap_s, self._backoff_s * 2 ** min(failures - 1, 30))
+        away_s = doubled(self._backoff_s, failures - 1, self._cap_s)
         self._absent[peer] = _Absence(failures, now_s + away_s)
 
     def leaves(self, peer: PeerId, now_s: float) -> None:

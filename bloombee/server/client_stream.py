@@ -33,9 +33,6 @@ from bloombee.swarm.connection import Connection
 
 logger = logging.getLogger(__name__)
 
-BEAT_S = 0.5
-"""Between our own signs of life while we read nothing."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientParts:
@@ -140,13 +137,12 @@ class _ClientStream:
 
     async def _hold(self, session: Session) -> None:
         """Read no more until there is room, and say meanwhile that we live."""
-        while session.client is self._client and not session.window.may_read:
-            try:
-                async with asyncio.timeout(BEAT_S):
-                    await session.window.room()
-            except TimeoutError:
-                session.lease.heard_s = asyncio.get_running_loop().time()
-                await self._beat(session)
+
+        async def beat() -> None:
+            session.lease.heard_s = asyncio.get_running_loop().time()
+            await self._beat(session)
+
+        await session.window.hold(lambda: session.client is self._client, beat)
 
     def _take(self, session: Session, step: Step, payload: memoryview) -> None:
         if session.upstream is not None:

@@ -150,10 +150,6 @@ class FairQueue:
         )
         return Line(order, dict(self._passed), left)
 
-    def ahead_of(self, request: Request, held_pages: Mapping[PeerId, int]) -> int:
-        """How many requests are considered before it."""
-        return self.line(held_pages).order.index(request)
-
     def _turns(self, request: Request) -> _Turns:
         return self._returning if request.returning else self._new
 

@@ -66,8 +66,8 @@ class Pieces:
         self._terms = terms
         self._carried = carried
         self._kv_dtype: WireDtype = cast("WireDtype", compression.wire_dtype(shape.dtype))
-        token_bytes = 2 * shape.kv_heads * shape.head_size * shape.dtype.itemsize
-        row_bytes = terms.hidden_size * compression.torch_dtype(terms.wire_dtype).itemsize
+        token_bytes = shape.block_token_bytes
+        row_bytes = compression.row_bytes(terms.hidden_size, terms.wire_dtype)
         journal = [len(rows) for rows in carried.journal or ()]
         outputs = [len(rows) for _, rows in carried.outputs]
         self.kv = list(kv_pieces(carried.lengths, terms.span, token_bytes, most_bytes))

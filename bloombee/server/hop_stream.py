@@ -25,7 +25,6 @@ OPEN_DEADLINE_S = 60.0
 SILENCE_S = 30.0
 """Without a word for so long the stage before us is gone. A full frame, behind which its
 signs of life wait, takes as long at 20 Mbit/s."""
-BEAT_S = 0.5
 
 
 class HopStreams:
@@ -103,12 +102,11 @@ class HopStreams:
 
     async def _hold(self, session: Session, upstream: Connection) -> None:
         """Read no more until there is room, and say meanwhile that we live."""
-        while session.upstream is upstream and not session.window.may_read:
-            try:
-                async with asyncio.timeout(BEAT_S):
-                    await session.window.room()
-            except TimeoutError:
-                await upstream.send(Beat(session.id, 0, session.sent_step))
+
+        async def beat() -> None:
+            await upstream.send(Beat(session.id, 0, session.sent_step))
+
+        await session.window.hold(lambda: session.upstream is upstream, beat)
 
 
 async def _outcome(work: Awaitable[T]) -> T | BloomBeeError:

@@ -90,8 +90,8 @@ class Intake:
 
     def _most_bytes(self) -> int:
         terms, shape = self.terms, self._shape
-        token = 2 * shape.kv_heads * shape.head_size * shape.dtype.itemsize * len(terms.span)
-        row = terms.hidden_size * compression.torch_dtype(terms.wire_dtype).itemsize
+        token = shape.block_token_bytes * len(terms.span)
+        row = compression.row_bytes(terms.hidden_size, terms.wire_dtype)
         return terms.sequences * terms.max_length * (token + 2 * row)
 
     def _check_place(self, page: Pages) -> None:

@@ -69,7 +69,7 @@ class SavedKV:
         self.lengths = tuple(lengths)
         self._shape = shape
         self._span = span
-        self._token_bytes = shape.bytes_per_token // len(shape.span)
+        self._token_bytes = shape.block_token_bytes
         self._kept: dict[tuple[int, int], torch.Tensor] = {}  # [2, N, K, E]: keys, values
 
     @property

@@ -46,7 +46,7 @@ class Payloads:
 
     def is_quick(self, payload: Payload, body: memoryview) -> bool:
         """Whether decoding it costs next to nothing."""
-        return payload.codec == RAW or body.nbytes <= INLINE_BYTES
+        return _is_quick(payload.codec, body.nbytes)
 
     def decode_now(self, payload: Payload, body: memoryview) -> Float[torch.Tensor, "T D"]:
         """As `decode`, for what is quick."""
@@ -66,6 +66,10 @@ class Payloads:
         )
 
     async def _run(self, codec: str, count_bytes: int, work: Callable[[], T]) -> T:
-        if codec == RAW or count_bytes <= INLINE_BYTES:
+        if _is_quick(codec, count_bytes):
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+
+
+def _is_quick(codec: str, count_bytes: int) -> bool:
+    return codec == RAW or count_bytes <= INLINE_BYTES

@@ -177,13 +177,13 @@ def _open(settings: ServerSettings) -> Opened:
     if settings.blocks is not None:
         source.check_span(settings.blocks)
     dtype = resolve_dtype(settings.dtype, source, device)
-    one_block = source.kv_shape(Span(0, 1), dtype, device)
+    shape = source.kv_shape(Span(0, 1), dtype, device)
     memory = Memory(
         device=str(device),
         free_bytes=free_bytes(device),
         host_free_bytes=free_bytes(torch.device("cpu")),
         largest_block_bytes=source.block_bytes(dtype),
-        kv_bytes_per_token_and_block=one_block.bytes_per_token,
+        kv_bytes_per_token_and_block=shape.block_token_bytes,
         journal_bytes_per_token=source.hidden_size * dtype.itemsize,
     )
     plan = plan_memory(

@@ -18,7 +18,7 @@ from typing import Literal
 import torch
 from jaxtyping import Float
 
-from bloombee.compression import torch_dtype
+from bloombee.compression import row_bytes, torch_dtype
 from bloombee.core import PackedTable, PeerId, Phase
 from bloombee.errors import BloomBeeError, DeadlineExceeded, ProtocolError, StepFailed
 from bloombee.protocol.messages import Acknowledged, Operations, Replay, Step
@@ -95,8 +95,8 @@ class Steps:
         except BloomBeeError as error:
             self._refuse(session, message, error)
             return
-        row_bytes = session.context.hidden_size * torch_dtype(session.wire_dtype).itemsize
-        asked = Asked(message, table, table.tokens * row_bytes, _expiry(message, now_s))
+        count_bytes = table.tokens * row_bytes(session.context.hidden_size, session.wire_dtype)
+        asked = Asked(message, table, count_bytes, _expiry(message, now_s))
         session.window.read(asked.payload_bytes)
         session.outbox.put_nowait(asked)
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 
+BEAT_S = 0.5
+"""Between our own signs of life while we read nothing."""
 IN_FLIGHT_BYTES = 64 << 20
 """What one session may have between our reading it and our having sent it on."""
 READ_BYTES = 192 << 20
@@ -65,6 +68,15 @@ class Window:
         """Wait until more may be read."""
         while not self.may_read:
             await self._change()
+
+    async def hold(self, goes_on: Callable[[], bool], beat: Callable[[], Awaitable[None]]) -> None:
+        """Wait until more may be read, as long as reading `goes_on`; `beat` says that we live."""
+        while goes_on() and not self.may_read:
+            try:
+                async with asyncio.timeout(BEAT_S):
+                    await self.room()
+            except TimeoutError:
+                await beat()
 
     def leave(self, count_bytes: int) -> None:
         """What had entered is gone."""

@@ -80,7 +80,7 @@ class TestBeats:
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr("bloombee.server.window.MESSAGES", 2)
-        monkeypatch.setattr("bloombee.server.client_stream.BEAT_S", 0.05)
+        monkeypatch.setattr("bloombee.server.window.BEAT_S", 0.05)
 
         async def test(s: Swarm) -> None:
             talk = await Talk.open(s.client(), s.route())

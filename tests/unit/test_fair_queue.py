@@ -71,7 +71,7 @@ class TestOrder:
     def test_the_place_in_the_queue_is_known(self) -> None:
         a, b = [request("a", 1) for _ in range(3)], request("b", 1)
         queue = asked(FairQueue(), *a, b)
-        assert [queue.ahead_of(one, {}) for one in (*a, b)] == [0, 2, 3, 1]
+        assert [queue.line({}).order.index(one) for one in (*a, b)] == [0, 2, 3, 1]
 
 
 class TestLargeRequests:
