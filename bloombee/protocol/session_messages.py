@@ -6,7 +6,6 @@ from bloombee.protocol.fields import (
     U32,
     U63,
     Blob,
-    Content,
     Id16,
     Index,
     Message,
@@ -64,10 +63,9 @@ class Open(Message, frozen=True, array_like=True, tag=True):
 
     `secret` lets the upstream stage attach. `next` is None at the last stage.
 
-    With the server head `input` is ids at stage 0, `output` is ids at the last stage, and
-    `ring` tells the last stage where stage 0 is: it attaches there and sends chosen
-    tokens back, in micro-batches of up to `group_rows` rows. `stages` is how many the
-    route has: so many micro-batches keep all of them busy.
+    `ring` tells the last stage of several where stage 0 is: it attaches there, and sends
+    back the tokens that it chose (server head). `stages` is how many the route has: so
+    many micro-batches keep all of them busy.
 
     An epoch above the session's own moves the session on: this stream becomes the
     client's, `secret` and `next` replace the old ones, steps of older epochs are
@@ -85,10 +83,7 @@ class Open(Message, frozen=True, array_like=True, tag=True):
     max_length: Index
     dtype: WireDtype
     next: Hop | None = None
-    input: Content = "rows"
-    output: Content = "rows"
     ring: Hop | None = None
-    group_rows: Index = 0
     stages: Index = 1
     resume: bool = False
     wait_s: float = 0.0
@@ -112,11 +107,15 @@ class Opened(Message, frozen=True, array_like=True, tag=True):
 
 
 class Attach(Message, frozen=True, array_like=True, tag=True):
-    """The upstream stage joins the session it will push into."""
+    """The upstream stage joins the session it will push into.
+
+    With `ring` it is the last stage, which sends chosen tokens to the first.
+    """
 
     session: Id16
     secret: Id16
     epoch: U32
+    ring: bool = False
 
 
 class Attached(Message, frozen=True, array_like=True, tag=True):

@@ -97,11 +97,12 @@ class Step(Message, frozen=True, array_like=True, tag=True):
     sequences then count as touched by step `as_of`, and the operations of the steps
     `included` as done. `write_kv` false (later) only recomputes rows.
 
-    With the server head, `sampling` says for each row of the table how its next token
-    is chosen (None: it isn't, a later part of the prompt follows). The last stage tells the
-    client and sends the tokens of rows that go on to stage 0 as a step with `loop`: one
-    token a row, the number of the step it came from. Such steps are ordered by
-    position alone. The client sends one, with `sampling`, to go on after a recovery.
+    `sampling` (server head) says for each row of the table how its next token is chosen;
+    None: it isn't, a later part of the prompt follows. The last stage answers with the
+    ids. With `loop` it also sends those of rows that go on to stage 0, as a step of the
+    next number with one token a row, `loop`, and no `sampling` of its own: the last
+    stage knows it. The client leaves out as many numbers as tokens may follow, and
+    sends such a step itself, with `sampling`, to begin, and to go on after a recovery.
     """
 
     session: Id16

@@ -131,11 +131,6 @@ _OPEN_RULES: tuple[Rule[Open, _OpenContext], ...] = (
         lambda m, c: "rows travel as float32, bfloat16 or float16, not int32",
     ),
     Rule(
-        lambda m, c: m.input != "rows" or m.output != "rows",
-        Unsupported,
-        lambda m, c: f"input {m.input} and output {m.output}: this version takes and gives rows",
-    ),
-    Rule(
         lambda m, c: m.ring is not None,
         Unsupported,
         lambda m, c: "sampling on the server: this version leaves the head to the client",
