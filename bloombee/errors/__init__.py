@@ -97,6 +97,12 @@ class TransportError(BloomBeeError):
     retry = True
 
 
+class Refused(TransportError):
+    """Nobody listens at the address: whoever did has ended, or moved."""
+
+    code = "refused"
+
+
 class DeadlineExceeded(TransportError):
     """A peer did not answer in time."""
 

@@ -20,7 +20,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from bloombee.errors import AuthError, DeadlineExceeded, SettingsError, TransportError
+from bloombee.errors import AuthError, DeadlineExceeded, Refused, SettingsError, TransportError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -134,6 +134,8 @@ async def fetch(endpoint: Endpoint, deadline_s: float) -> bytes:
         raise DeadlineExceeded(
             f"{endpoint.address} did not answer within {deadline_s:g} s"
         ) from None
+    except ConnectionRefusedError:
+        raise Refused(f"nobody listens at {endpoint.address}: connection refused") from None
     except OSError as error:
         raise TransportError(f"can't reach {endpoint.address}: {error}") from None
     if certificate_hash(der) != endpoint.certificate_hash:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import grpc.aio
 
-from bloombee.errors import AuthError, BloomBeeError, ProtocolError, TransportError
+from bloombee.errors import AuthError, BloomBeeError, ProtocolError, Refused, TransportError
 from bloombee.transport.interface import END
 
 if TYPE_CHECKING:
@@ -139,5 +139,7 @@ def _translated(code: grpc.StatusCode, details: str, remote: str) -> BloomBeeErr
         return ProtocolError(f"a frame to or from {remote} is over the receiver's limit: {details}")
     if code is grpc.StatusCode.UNIMPLEMENTED:
         return ProtocolError(f"{remote} is no server of ours: {details}")
+    if "Connection refused" in details:
+        return Refused(f"nobody listens at {remote}: connection refused")
     reason = details.splitlines()[0] if details else code.name.lower()
     return TransportError(f"the connection to {remote} broke: {reason}")

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 import uvloop
 
-from bloombee.errors import AuthError, SettingsError, TransportError
+from bloombee.errors import AuthError, Refused, SettingsError, TransportError
 from bloombee.transport import certificates
 from bloombee.transport.direct import DirectDialer, DirectListener
 from bloombee.transport.interface import Endpoint, Stream, TransportLimits
@@ -292,3 +292,26 @@ def test_ipv6_works_where_the_host_has_it() -> None:
 
     if socket.has_ipv6 and Path("/proc/net/if_inet6").exists():
         asyncio.run(main())
+
+
+def test_where_nobody_listens_any_more_is_refused(tmp_path: Path) -> None:
+    """Known by its certificate, by a connection that broke, or not at all."""
+
+    async def main() -> None:
+        listener = DirectListener("127.0.0.1", 0, certificates.load_or_create(PEER, tmp_path / "i"))
+        await listener.start(echo)
+        dialer, other = DirectDialer(), DirectDialer()
+        try:
+            stream = await dialer.dial(listener.endpoint, 10.0)
+            await listener.stop(0.0)
+            with contextlib.suppress(TransportError):
+                while await stream.receive() is not None:
+                    pass
+            for each in (dialer, dialer, other):
+                with pytest.raises(Refused, match="connection refused"):
+                    await each.dial(listener.endpoint, 10.0)
+        finally:
+            await dialer.close()
+            await other.close()
+
+    asyncio.run(main())

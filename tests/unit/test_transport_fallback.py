@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from bloombee.errors import AuthError, DeadlineExceeded, TransportError
+from bloombee.errors import AuthError, DeadlineExceeded, Refused, TransportError
 from bloombee.transport.fallback import FallbackDialer, FallbackListener
 from bloombee.transport.interface import Endpoint, Stream, TransportLimits
 from bloombee.transport.memory import MemoryDialer, MemoryNetwork
@@ -106,6 +106,65 @@ def test_a_peer_without_an_address_is_not_dialed_directly() -> None:
         assert loop.time() - started_s == pytest.approx(10.0)
 
     run(main())
+
+
+class Shut(MemoryDialer):
+    """Refuses whatever address is `shut`, as a host does where no process listens."""
+
+    shut = False
+
+    async def dial(self, endpoint: Endpoint, deadline_s: float) -> MemoryStream:
+        if self.shut:
+            raise Refused(f"nobody listens at {endpoint.address}")
+        return await super().dial(endpoint, deadline_s)
+
+
+async def shut_world() -> tuple[Shut, Endpoint, FallbackDialer]:
+    direct, relayed, endpoint, _ = await world()
+    first = Shut(direct, "me", TransportLimits())
+    return first, endpoint, FallbackDialer(first, ById(relayed, "me", TransportLimits()))
+
+
+def test_who_ended_is_not_looked_for_at_once() -> None:
+    async def main() -> None:
+        first, endpoint, dialer = await shut_world()
+        assert await way(dialer, endpoint) == b"direct"
+        first.shut = True
+        with pytest.raises(Refused, match="nobody listens"):
+            await dialer.dial(endpoint, 10.0)
+        assert await way(dialer, endpoint) == b"relayed"  # the next time it is
+
+    run(main())
+
+
+def test_an_address_that_never_answered_is_no_reason_to_give_up() -> None:
+    async def main() -> None:
+        first, endpoint, dialer = await shut_world()
+        first.shut = True
+        assert await way(dialer, endpoint) == b"relayed"
+
+    run(main())
+
+
+def test_that_no_direct_way_leads_there_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        direct, relayed, endpoint, dialer = await world()
+        for network in (direct, relayed):
+            network.partition(["me"], ["server"])
+        for _ in range(3):
+            with pytest.raises(DeadlineExceeded):
+                await dialer.dial(endpoint, 1.0)
+        direct.heal()
+        assert await way(dialer, endpoint) == b"direct"
+        direct.partition(["me"], ["server"])
+        with pytest.raises(DeadlineExceeded):
+            await dialer.dial(endpoint, 1.0)
+
+    with caplog.at_level("INFO", "bloombee.transport.fallback"):
+        run(main())
+    assert [record.message.split(" (")[0] for record in caplog.records] == [
+        "no direct way to server"
+    ] * 2
 
 
 def test_both_ways_lead_to_one_handler_until_it_stops() -> None:
