@@ -78,7 +78,6 @@ def step(
         ({"max_length": 0}, RequestError, "1 to 100"),
         ({"max_length": 101}, RequestError, "1 to 100"),
         ({"dtype": "int32"}, RequestError, "not int32"),
-        ({"output": "logits"}, Unsupported, "rows"),
         ({"ring": HOP}, Unsupported, "head"),
     ],
 )
