@@ -208,11 +208,15 @@ class Executor:
         for run in runs:
             if run.waiting.computed == 0:
                 run.waiting.queue_us = started_us - run.waiting.arrived_us
-        failures = run_pass(self._model, self._pool, runs)
+        failures = self._compute(runs)
         spent_us = now_us() - started_us
         for run in runs:
             run.waiting.compute_us += spent_us
         self._settle(runs, failures)
+
+    def _compute(self, runs: Sequence[Run]) -> list[Failure]:
+        """One forward pass; returns the steps that failed in it."""
+        return run_pass(self._model, self._pool, runs)
 
     def _runs(self, shares: Sequence[Share]) -> list[Run]:
         by_arrival = {waiting.item.arrival: waiting for waiting in self._waiting}
