@@ -156,6 +156,15 @@ class ServerSettings(ListenSettings):
         description="how activations are sent on: raw, or split (lossless compression, for links "
         "below about 4 Gbit/s)",
     )
+    pace: float = Field(
+        default=1.0,
+        ge=1,
+        allow_inf_nan=False,
+        description="for benchmarks: compute so many times slower than this machine can",
+    )
+    diary: File | None = Field(
+        default=None, description="for benchmarks: write when each pass ran to this file at the end"
+    )
     max_frame_bytes: PositiveInt = Field(
         default=64 << 20, description="largest message accepted from a peer"
     )

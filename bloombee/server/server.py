@@ -28,12 +28,14 @@ from bloombee.models import ModelSource, SpanModel, open_source, resolve_dtype
 from bloombee.server.announcement import announced_address, announced_host, announced_name
 from bloombee.server.background import in_background
 from bloombee.server.device import choose_device, free_bytes
-from bloombee.server.executor import ExecutorSettings
+from bloombee.server.executor import Executor, ExecutorSettings
 from bloombee.server.leaving import Membership
 from bloombee.server.memory import Memory, MemoryPlan, plan_memory
+from bloombee.server.pacing import Diary, PacedExecutor
 from bloombee.server.placement import claim, place, wanted_blocks
 from bloombee.server.stage import StageParts, StageServer
 from bloombee.server.validation import Limits, Offer
+from bloombee.server.work import Model
 from bloombee.swarm.connection import ConnectionSettings
 from bloombee.swarm.identity import Identity
 from bloombee.swarm.node import NodeOptions, SwarmNode
@@ -286,5 +288,13 @@ def _stage(
                 whole_prompts=opened.source.whole_prompts,
             ),
             connection_settings=ConnectionSettings(swarm_key=who.swarm_key),
+            make_executor=_executor(settings),
         )
     )
+
+
+def _executor(settings: ServerSettings) -> Callable[[Model, KVPool, ExecutorSettings], Executor]:
+    if settings.pace == 1 and settings.diary is None:
+        return Executor
+    diary = None if settings.diary is None else Diary(settings.diary)
+    return partial(PacedExecutor, pace=settings.pace, diary=diary)

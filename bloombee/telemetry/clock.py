@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from time import perf_counter, perf_counter_ns
+from time import perf_counter, perf_counter_ns, thread_time_ns
 
 
 def now_s() -> float:
@@ -13,6 +13,11 @@ def now_s() -> float:
 def now_us() -> int:
     """Microseconds on the monotonic clock."""
     return perf_counter_ns() // 1000
+
+
+def cpu_us() -> int:
+    """Microseconds of processor time that this thread has had."""
+    return thread_time_ns() // 1000
 
 
 class Stopwatch:

@@ -1,0 +1,90 @@
+"""An executor for benchmarks: paced like a slower device, and writing down its passes.
+
+Two cores can't show three busy stages. Paced ones can: each computes a pass at full
+speed, then sleeps until it has taken `pace` times the processor time it needed. What
+they show of overlap is real, and all of them together stay within the machine.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from bloombee.kv.interface import KVPool
+from bloombee.server.executor import Executor, ExecutorSettings
+from bloombee.server.forward import Failure, Run
+from bloombee.server.work import Model
+from bloombee.telemetry import cpu_us, now_us
+
+
+class Pass(msgspec.Struct, frozen=True, array_like=True):
+    """One forward pass: when it ran (monotonic clock of the machine), and how much of what.
+
+    `cpu_us` is the processor time of it, `steps` how many steps it merged.
+    """
+
+    started_us: int
+    ended_us: int
+    cpu_us: int
+    steps: int
+    decode_tokens: int
+    prompt_tokens: int
+
+
+@dataclass(slots=True)
+class Diary:
+    """The passes of one server, written to `file` as JSON lines when it ends."""
+
+    file: Path
+    passes: list[Pass] = field(default_factory=list[Pass])
+
+    def write(self) -> None:
+        """Write all passes, in order. Raises OSError."""
+        self.file.write_bytes(b"".join(msgspec.json.encode(each) + b"\n" for each in self.passes))
+
+
+def read_diary(file: Path) -> list[Pass]:
+    """The passes in a file that `Diary.write` made."""
+    return [msgspec.json.decode(line, type=Pass) for line in file.read_bytes().splitlines()]
+
+
+class PacedExecutor(Executor):
+    """Takes `pace` times as long for a pass as it needs, and notes each in `diary`."""
+
+    def __init__(
+        self,
+        model: Model,
+        pool: KVPool,
+        settings: ExecutorSettings,
+        *,
+        pace: float = 1.0,
+        diary: Diary | None = None,
+    ) -> None:
+        super().__init__(model, pool, settings)
+        self._pace = pace
+        self._diary = diary
+        self._never = threading.Event()
+
+    async def stop(self, deadline_s: float) -> None:
+        """As `Executor.stop`; the diary is written then. Raises OSError when it can't be."""
+        await super().stop(deadline_s)
+        if self._diary is not None:
+            self._diary.write()
+
+    def _compute(self, runs: Sequence[Run]) -> list[Failure]:
+        started_us, began_us = now_us(), cpu_us()
+        failures = super()._compute(runs)
+        needed_us = cpu_us() - began_us
+        left_us = started_us + self._pace * needed_us - now_us()
+        if self._pace > 1 and left_us > 0:
+            self._never.wait(left_us / 1e6)
+        if self._diary is not None:
+            prompts = sum(run.tokens for run in runs if run.waiting.item.is_prompt)
+            rest = sum(run.tokens for run in runs) - prompts
+            entry = Pass(started_us, now_us(), needed_us, len(runs), rest, prompts)
+            self._diary.passes.append(entry)
+        return failures
