@@ -160,7 +160,7 @@ class ServerSettings(ListenSettings):
         default=1.0,
         ge=1,
         allow_inf_nan=False,
-        description="for benchmarks: compute so many times slower than this machine can",
+        description="for benchmarks: take so many times longer for a token than this machine needs",
     )
     diary: File | None = Field(
         default=None, description="for benchmarks: write when each pass ran to this file at the end"

@@ -1,8 +1,9 @@
 """An executor for benchmarks: paced like a slower device, and writing down its passes.
 
-Two cores can't show three busy stages. Paced ones can: each computes a pass at full
-speed, then sleeps until it has taken `pace` times the processor time it needed. What
-they show of overlap is real, and all of them together stay within the machine.
+Two cores can't show three busy stages. Paced ones can: each computes a decode pass at
+full speed, then sleeps until it has taken `pace` times the processor time it needed.
+What they show of overlap is real, and all of them together stay within the machine.
+Passes of prompts are not slowed: what is measured comes after them.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def read_diary(file: Path) -> list[Pass]:
 
 
 class PacedExecutor(Executor):
-    """Takes `pace` times as long for a pass as it needs, and notes each in `diary`."""
+    """Takes `pace` times as long for a decode pass as it needs; notes all passes in `diary`."""
 
     def __init__(
         self,
@@ -79,12 +80,12 @@ class PacedExecutor(Executor):
         started_us, began_us = now_us(), cpu_us()
         failures = super()._compute(runs)
         needed_us = cpu_us() - began_us
+        prompts = sum(run.tokens for run in runs if run.waiting.item.is_prompt)
+        rest = sum(run.tokens for run in runs) - prompts
         left_us = started_us + self._pace * needed_us - now_us()
-        if self._pace > 1 and left_us > 0:
+        if self._pace > 1 and not prompts and left_us > 0:
             self._never.wait(left_us / 1e6)
         if self._diary is not None:
-            prompts = sum(run.tokens for run in runs if run.waiting.item.is_prompt)
-            rest = sum(run.tokens for run in runs) - prompts
             entry = Pass(started_us, now_us(), needed_us, len(runs), rest, prompts)
             self._diary.passes.append(entry)
         return failures
