@@ -8,6 +8,7 @@ Who says what to whom:
     anyone -> server   Challenge < Hello > Describe > Description <
     at any time, either way   Failed (one step, or the session when `step` is 0)
     while a session or hop stands, either way   Beat
+    client -> stage    Standby, whenever another server could soon be the next stage
 
 The client has one stream to every stage of its route: it sends steps on the one
 to the first stage, reads outputs from the one to the last, and hears failures
@@ -41,9 +42,12 @@ from bloombee.protocol.fields import (
     WireDtype,
 )
 from bloombee.protocol.session_messages import (
+    ADOPTED_STEP,
+    PREFIX_TOKENS,
     Attach,
     Attached,
     Beat,
+    Chain,
     Challenge,
     Close,
     Closed,
@@ -67,12 +71,14 @@ from bloombee.protocol.step_messages import (
 )
 
 __all__ = [
+    "ADOPTED_STEP",
     "Acknowledged",
     "AnyMessage",
     "Attach",
     "Attached",
     "Beat",
     "Blob",
+    "Chain",
     "Challenge",
     "Close",
     "Closed",
@@ -92,12 +98,14 @@ __all__ = [
     "Opened",
     "Operations",
     "Output",
+    "PREFIX_TOKENS",
     "Pages",
     "Parent",
     "Payload",
     "Replay",
     "Sampling",
     "Source",
+    "Standby",
     "Step",
     "Text",
     "Timing",
@@ -108,6 +116,16 @@ __all__ = [
 ]
 
 VERSION = 1
+
+
+# A session's spares -----------------------------------------------------------
+
+
+class Standby(Message, frozen=True, array_like=True, tag=True):
+    """The server at `hop` would take the next stage's place: keep the way there short."""
+
+    session: Id16
+    hop: Hop
 
 
 # Hand-over ------------------------------------------------------------------
@@ -173,6 +191,8 @@ class Description(Message, frozen=True, array_like=True, tag=True):
     """What a server is doing now (for status pages and planners).
 
     `waiting` requests queue for KV; `parked` sessions wait in host memory to come back.
+    Prompts kept for later sessions take `prefix_bytes`; `prefix_hits` sequences began with some
+    of them, which saved them `prefix_tokens_saved` on this stage.
     """
 
     peer: Text
@@ -190,6 +210,9 @@ class Description(Message, frozen=True, array_like=True, tag=True):
     uptime_s: float
     waiting: U32 = 0
     parked: U32 = 0
+    prefix_bytes: U63 = 0
+    prefix_hits: U63 = 0
+    prefix_tokens_saved: U63 = 0
 
 
 AnyMessage = (
@@ -203,6 +226,7 @@ AnyMessage = (
     | Closed
     | Beat
     | Leaving
+    | Standby
     | Step
     | Replay
     | Output

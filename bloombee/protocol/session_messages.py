@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
+import msgspec
+
 from bloombee.protocol.fields import (
     U32,
     U63,
@@ -12,6 +16,14 @@ from bloombee.protocol.fields import (
     Text,
     WireDtype,
 )
+
+PREFIX_TOKENS = 64
+"""Tokens of one chunk of a prompt, as stages keep them (`Open.prefixes`)."""
+ADOPTED_STEP = 1
+"""What a stage adopts counts as brought by this step; the client's own come after it."""
+
+Chain = Annotated[tuple[Id16, ...], msgspec.Meta(max_length=1 << 12)]
+"""One hash for each whole chunk of a prompt, of its tokens and all before them."""
 
 
 class Challenge(Message, frozen=True, array_like=True, tag=True):
@@ -71,6 +83,11 @@ class Open(Message, frozen=True, array_like=True, tag=True):
     client's, `secret` and `next` replace the old ones, steps of older epochs are
     refused. With `resume` the stage keeps what it holds, without it starts empty.
     `wait_s` is how long the request may queue for KV (0: not at all).
+
+    `prefixes`, in the Open of a new session only: for each sequence the chain of the prompt that
+    its first step is going to bring. A stage may begin with the chunks of it that it kept of
+    earlier sessions, and may keep those that this one computes. The first step then
+    truncates each sequence to what all stages hold, and brings the rest.
     """
 
     session: Id16
@@ -88,13 +105,15 @@ class Open(Message, frozen=True, array_like=True, tag=True):
     resume: bool = False
     wait_s: float = 0.0
     source: Source | None = None
+    prefixes: tuple[Chain, ...] = ()
 
 
 class Opened(Message, frozen=True, array_like=True, tag=True):
     """KV is reserved; the link to the next stage is being made, steps may come.
 
     Per sequence: `held_tokens`, and in `newest_steps` the newest step that touched it
-    (by tokens or operations); both 0 in a new session. `max_step_tokens` bounds T of
+    (by tokens or operations); both 0 in a new session, but for what it adopted of the
+    `prefixes` (as of ADOPTED_STEP). `max_step_tokens` bounds T of
     one step.
     """
 
