@@ -14,6 +14,7 @@ from bloombee.config.fields import (
     Device,
     DtypeName,
     File,
+    Folder,
     LogLevel,
     ModelName,
     Peers,
@@ -162,8 +163,9 @@ class ServerSettings(ListenSettings):
         allow_inf_nan=False,
         description="for benchmarks: take so many times longer for a token than this machine needs",
     )
-    diary: File | None = Field(
-        default=None, description="for benchmarks: write when each pass ran to this file at the end"
+    diary: Folder | None = Field(
+        default=None,
+        description="for benchmarks: folder for a file, named by the blocks, of when passes ran",
     )
     max_frame_bytes: PositiveInt = Field(
         default=64 << 20, description="largest message accepted from a peer"

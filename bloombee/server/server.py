@@ -288,13 +288,17 @@ def _stage(
                 whole_prompts=opened.source.whole_prompts,
             ),
             connection_settings=ConnectionSettings(swarm_key=who.swarm_key),
-            make_executor=_executor(settings),
+            make_executor=_executor(settings, loaded.model.span),
         )
     )
 
 
-def _executor(settings: ServerSettings) -> Callable[[Model, KVPool, ExecutorSettings], Executor]:
+def _executor(
+    settings: ServerSettings, span: Span
+) -> Callable[[Model, KVPool, ExecutorSettings], Executor]:
     if settings.pace == 1 and settings.diary is None:
         return Executor
-    diary = None if settings.diary is None else Diary(settings.diary)
+    diary = None
+    if settings.diary is not None:
+        diary = Diary(settings.diary / f"{span.start}-{span.end}.jsonl")
     return partial(PacedExecutor, pace=settings.pace, diary=diary)

@@ -1,0 +1,165 @@
+"""The client of the pipeline benchmark, in a process and a host of its own.
+
+JSON lines: a `Job` in, then one `Request` a line. Each is answered by `{"first": ...}` when
+every row has its first token, and by an `Answer` at the end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from typing import Any
+
+import msgspec
+import torch
+
+from benchmarks.worker import prompts
+from bloombee import AutoDistributedModelForCausalLM
+from bloombee.config.client import ClientSettings
+from bloombee.protocol.messages import Sampling
+
+
+class Job(msgspec.Struct, frozen=True):
+    """What to load."""
+
+    model: str
+    dtype: str
+    initial_peers: list[str]
+
+
+class Request(msgspec.Struct, frozen=True):
+    """Greedy tokens for `batch` prompts.
+
+    With the server head, `groups` sessions of equal size run side by side. With the client
+    head there is one session, whose steps are cut into `groups` parts that wait for each other.
+    """
+
+    head: str
+    batch: int
+    groups: int
+    prompt_tokens: int
+    new_tokens: int
+
+
+class First(msgspec.Struct, frozen=True):
+    """When every row had a token, on the machine's monotonic clock."""
+
+    first_s: float
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """Times of all tokens of each row (the machine's monotonic clock), and the tokens."""
+
+    times_s: list[list[float]]
+    ids: list[list[int]]
+    bytes_sent: int
+    bytes_received: int
+
+
+def _say(message: First | Answer) -> None:
+    print(msgspec.json.encode(message).decode(), flush=True)
+
+
+class Bench:
+    """The model with each number of parts that was asked for."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._models: dict[int, Any] = {}
+
+    def model(self, parts: int) -> Any:
+        """A client whose decode steps go in so many parts (1: whole)."""
+        if parts not in self._models:
+            settings = ClientSettings()
+            if parts > 1:
+                settings = ClientSettings(
+                    barrier=True, micro_batches=parts, steps_in_flight=2 * parts
+                )
+            self._models[parts] = AutoDistributedModelForCausalLM.from_pretrained(
+                self._job.model,
+                initial_peers=self._job.initial_peers,
+                dtype=self._job.dtype,
+                settings=settings,
+            )
+        return self._models[parts]
+
+    def run(self, request: Request) -> Answer:
+        """Generate; says when all rows have a token."""
+        if request.head == "server":
+            return asyncio.run(_grouped(self.model(1), request))
+        return _with_barrier(self.model(request.groups), request)
+
+
+class _Clock:
+    """A stopping criterion that never stops, and notes when each token came."""
+
+    def __init__(self) -> None:
+        self.times_s: list[float] = []
+
+    def __call__(self, input_ids: torch.Tensor, _scores: Any, **_: Any) -> torch.Tensor:
+        self.times_s.append(time.perf_counter())
+        if len(self.times_s) == 1:
+            _say(First(self.times_s[0]))
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool)
+
+
+def _with_barrier(model: Any, request: Request) -> Answer:
+    from transformers import StoppingCriteriaList
+
+    ids = prompts(request.batch, request.prompt_tokens, model.config.vocab_size)
+    clock = _Clock()
+    with torch.inference_mode():
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            head="client",
+            max_new_tokens=request.new_tokens,
+            min_new_tokens=request.new_tokens,
+            stopping_criteria=StoppingCriteriaList([clock]),
+        )
+    moved = model.traffic
+    return Answer(
+        [clock.times_s] * request.batch,
+        out[:, request.prompt_tokens :].tolist(),
+        moved.bytes_sent,
+        moved.bytes_received,
+    )
+
+
+async def _grouped(model: Any, request: Request) -> Answer:
+    ids = prompts(request.batch, request.prompt_tokens, model.config.vocab_size).tolist()
+    times_s: list[list[float]] = [[] for _ in ids]
+    tokens: list[list[int]] = [[] for _ in ids]
+    left = set(range(len(ids)))
+
+    async def follow(rows: range) -> None:
+        sampling = [Sampling(budget=request.new_tokens)] * len(rows)
+        async for token in model.decode([ids[row] for row in rows], sampling):
+            row = rows[token.row]
+            times_s[row].append(time.perf_counter())
+            tokens[row].append(token.id)
+            if row in left:
+                left.remove(row)
+                if not left:
+                    _say(First(times_s[row][0]))
+
+    bounds = [request.batch * group // request.groups for group in range(request.groups + 1)]
+    async with asyncio.TaskGroup() as tasks:
+        for start, stop in zip(bounds, bounds[1:], strict=False):
+            tasks.create_task(follow(range(start, stop)))
+    return Answer(times_s, tokens, 0, 0)
+
+
+def main() -> None:
+    """Serve requests from standard input."""
+    torch.set_num_threads(1)
+    bench = Bench(msgspec.json.decode(sys.stdin.readline(), type=Job))
+    print("ready", flush=True)
+    for line in sys.stdin:
+        _say(bench.run(msgspec.json.decode(line, type=Request)))
+
+
+if __name__ == "__main__":
+    main()
