@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from bloombee.client.ledger import Ledger
 from bloombee.client.links import StageLink
+from bloombee.client.surroundings import Holder
 from bloombee.client.traffic import Progress
 from bloombee.core import PeerId, Route, Span, Stage
 from bloombee.core.identifiers import SESSION_ID_BYTES
@@ -41,6 +42,7 @@ class Seat:
 
     `is_known` when the peer may hold the session already, `opened` what it said of it
     in this epoch, `source` where a new peer may fetch what the one before it holds.
+    `spares` would take its blocks over, and can be reached in a round trip.
     """
 
     stage: Stage
@@ -50,6 +52,7 @@ class Seat:
     opened: Opened | None = None
     source: Source | None = None
     leaving: Leaving | None = None
+    spares: tuple[Holder, ...] = ()
 
     @property
     def peer(self) -> PeerId:

@@ -33,6 +33,7 @@ from bloombee.protocol.messages import (
     Open,
     Opened,
     Output,
+    Standby,
 )
 from bloombee.protocol.pulse import Pulse
 from bloombee.swarm.connection import Connection
@@ -162,6 +163,18 @@ class StageLink:
                 await self.connection.send(Beat(session, number))
         except TimeoutError:
             _log.debug("%s is slow to take a sign of life", self)
+        except BloomBeeError as error:
+            self.lose(type(error)(f"{self}: {error}"))
+
+    async def stand_by(self, session: bytes, hop: Hop, deadline_s: float) -> None:
+        """Tell the stage who may come after it soon. Never raises."""
+        if not self.is_up or self.connection.state is not State.SESSION:
+            return
+        try:
+            async with asyncio.timeout(deadline_s):
+                await self.connection.send(Standby(session, hop))
+        except TimeoutError:
+            _log.debug("%s is slow to take word of a spare", self)
         except BloomBeeError as error:
             self.lose(type(error)(f"{self}: {error}"))
 

@@ -32,6 +32,7 @@ from bloombee.client.opening import Opening, StageFailure, dial, open_seats
 from bloombee.client.payloads import decode_rows, encode_rows
 from bloombee.client.recovery import Recoverer
 from bloombee.client.replay import EmbedEntries, Past, send
+from bloombee.client.spares import Spares
 from bloombee.client.split import Want, part_tokens, split
 from bloombee.client.surroundings import Holder, Surroundings
 from bloombee.client.terms import SessionTerms
@@ -106,6 +107,7 @@ class RemoteSession:
             await self.close()
             raise
         self._measure()
+        self._run(Spares(circuit, self._around, self.terms).run())
         self._run(self._take_care())  # not before: until here it is opening that sees to losses
 
     def _run(self, work: Coroutine[Any, Any, None]) -> None:

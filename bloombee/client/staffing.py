@@ -9,7 +9,7 @@ from typing import Protocol
 
 from bloombee.client.circuit import Circuit, Report, Seat
 from bloombee.client.opening import Refusal, dial
-from bloombee.client.surroundings import Surroundings
+from bloombee.client.surroundings import Holder, Surroundings
 from bloombee.client.terms import SessionTerms
 from bloombee.core import PeerId, Span
 from bloombee.errors import BloomBeeError, SwarmError
@@ -147,7 +147,9 @@ class Staffing:
         fresh = False
         while True:
             busy = self._busy(run, living)
-            found = await self._around.holders(span, self._terms, busy=busy, fresh=fresh)
+            found = self._spares(run, busy) if not fresh else ()
+            if not found:
+                found = await self._around.holders(span, self._terms, busy=busy, fresh=fresh)
             new = [Seat(holder.stage, holder.endpoints) for holder in found]
             limit_s = min(TAKE_OVER_S, self._around.settings.connect_s)
             failed = await dial(self._circuit, new, self._around, limit_s)
@@ -161,6 +163,11 @@ class Staffing:
         if len(run) == len(new) == 1:
             new[0].source = _source(run[0])
         self._circuit.replace(run, new)
+
+    def _spares(self, run: Sequence[Seat], busy: Mapping[PeerId, str]) -> Sequence[Holder]:
+        """Who stands ready for a seat that is lost alone."""
+        spares = run[0].spares if len(run) == 1 else ()
+        return spares if self._around.fit(spares, busy) else ()
 
     def _busy(self, run: Sequence[Seat], living: frozenset[PeerId]) -> dict[PeerId, str]:
         """Who can't take the blocks of `run`, and why."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -11,6 +11,7 @@ from bloombee.client.terms import SessionTerms
 from bloombee.config.client import ClientSettings
 from bloombee.core import PeerId, Span, Stage
 from bloombee.planner.recovery import PeerHealth
+from bloombee.swarm.warming import Warmer
 from bloombee.transport.interface import Endpoint
 
 
@@ -28,6 +29,7 @@ class Surroundings(Protocol):
     settings: ClientSettings
     connect: Connect
     health: PeerHealth
+    warmer: Warmer
 
     async def holders(
         self, span: Span, terms: SessionTerms, *, busy: Mapping[PeerId, str], fresh: bool
@@ -38,6 +40,16 @@ class Surroundings(Protocol):
         SwarmError when blocks have no holder, RequestError when the session is too large
         for those there are.
         """
+        ...
+
+    async def spares(
+        self, span: Span, terms: SessionTerms, busy: Mapping[PeerId, str], kept: Sequence[Holder]
+    ) -> Sequence[Holder]:
+        """As `holders`, for when they are needed; `kept`, if any, where they still are `fit`."""
+        ...
+
+    def fit(self, holders: Sequence[Holder], busy: Mapping[PeerId, str]) -> bool:
+        """Whether `holders`, chosen before, could still be had as of the last look."""
         ...
 
     def endpoints(self, peer: PeerId) -> tuple[Endpoint, ...]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,12 +35,15 @@ from bloombee.errors import (
 )
 from bloombee.planner.recovery import PeerHealth, doubled
 from bloombee.swarm.view import SwarmSnapshot
+from bloombee.swarm.warming import Warmer
 from bloombee.transport.interface import Endpoint
 
 _log = logging.getLogger(__name__)
 
 STALE_S = 30.0
 """How old a look may be whose servers take over lost blocks at once."""
+YOUNG_S = 20.0
+"""How old a look gets while sessions run: with the time between looks, not yet stale."""
 PROMPT_ATTEMPTS = 2
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 1.0
@@ -85,12 +88,15 @@ class SwarmAccess:
     close: Callable[[], Coroutine[Any, Any, None]]
     tie_break: Callable[[], float] = field(default_factory=lambda: random.Random().random)
     health: PeerHealth = field(init=False)
+    warmer: Warmer = field(init=False)
     _seen: tuple[float, SwarmSnapshot] | None = field(default=None, init=False)
+    _looking: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
 
     def __post_init__(self) -> None:
         self.health = PeerHealth(
             backoff_s=self.settings.backoff_s, cap_s=self.settings.backoff_cap_s
         )
+        self.warmer = Warmer(self.connect)
 
     async def open(
         self, terms: SessionTerms, tasks: asyncio.TaskGroup, embed: EmbedEntries
@@ -177,6 +183,29 @@ class SwarmAccess:
                 _log.debug("looking again: %s", error)
         return self._choose(await self._snapshot(0.0), terms, away, span, busy)
 
+    async def spares(
+        self, span: Span, terms: SessionTerms, busy: Mapping[PeerId, str], kept: Sequence[Holder]
+    ) -> Sequence[Holder]:
+        """As `holders`, for when they are needed; `kept`, if any, where they still are `fit`.
+
+        Of a look that is young enough to still count when a stage is lost.
+        """
+        snapshot = await self._snapshot(max(YOUNG_S, self.settings.snapshot_s))
+        if kept and self.fit(kept, busy):
+            return kept
+        away = self.health.left_out(asyncio.get_running_loop().time())
+        return self._choose(snapshot, terms, away, span, busy)
+
+    def fit(self, holders: Sequence[Holder], busy: Mapping[PeerId, str]) -> bool:
+        """Whether `holders`, chosen before, could still be had as of the last look."""
+        barred = self.health.left_out(asyncio.get_running_loop().time()).union(busy)
+        return all(
+            each.stage.peer not in barred
+            and self.endpoints(each.stage.peer)
+            and self.serves(each.stage.peer, each.stage.span)
+            for each in holders
+        )
+
     def endpoints(self, peer: PeerId) -> tuple[Endpoint, ...]:
         """Where `peer` listens, as of the last look; empty when it was not seen."""
         return () if self._seen is None else _endpoints(self._seen[1], peer)
@@ -187,18 +216,21 @@ class SwarmAccess:
         return record is None or record.span.covers(span)
 
     async def _snapshot(self, max_age_s: float) -> SwarmSnapshot:
-        now = asyncio.get_running_loop().time()
-        if self._seen is not None and now - self._seen[0] < max_age_s:
-            return self._seen[1]
+        now = asyncio.get_running_loop().time
+        asked_s = now()
         try:
-            async with asyncio.timeout(self.settings.connect_s):
+            async with asyncio.timeout(self.settings.connect_s), self._looking:
+                # Also when another look has begun since: one serves all who wait.
+                if self._seen is not None and asked_s - self._seen[0] < max_age_s:
+                    return self._seen[1]
+                looked_s = now()
                 snapshot = await self.look()
         except TimeoutError:
             raise DeadlineExceeded(
                 f"the DHT did not answer within {self.settings.connect_s:g} s; "
                 "check that an initial peer still runs"
             ) from None
-        self._seen = (now, snapshot)
+        self._seen = (looked_s, snapshot)
         return snapshot
 
     def _choose(

@@ -22,6 +22,7 @@ from bloombee.protocol.messages import (
     Failed,
     Open,
     Replay,
+    Standby,
     Step,
 )
 from bloombee.server.openings import Openings
@@ -127,6 +128,8 @@ class _ClientStream:
                 self._parts.steps.replay(session, message)
             case Open():
                 await self._open(group, message)
+            case Standby():
+                self._parts.openings.prepare(message.hop)
             case Failed():
                 logger.debug("client %s: %s", session.owner, message.message)
             case _:

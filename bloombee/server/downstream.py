@@ -13,13 +13,14 @@ from dataclasses import dataclass
 from bloombee.core import SessionId
 from bloombee.errors import BloomBeeError, HopLost, ProtocolError, TransportError
 from bloombee.protocol.failures import to_error
-from bloombee.protocol.messages import Attach, Attached, Beat, Failed
+from bloombee.protocol.messages import Attach, Attached, Beat, Failed, Hop
 from bloombee.protocol.pulse import Pulse
 from bloombee.server.onward import Onward
 from bloombee.server.sending import Sending
 from bloombee.server.sessions import Session
 from bloombee.server.tasks import BackgroundTasks
 from bloombee.swarm.connection import Connection, ConnectionSettings, Signer, connect
+from bloombee.swarm.warming import Warmer
 from bloombee.transport.interface import Dialer, Endpoint
 
 logger = logging.getLogger(__name__)
@@ -50,6 +51,17 @@ class Downstream:
 
     def __init__(self, parts: LinkParts) -> None:
         self._parts = parts
+        self._warmer = Warmer(self._dial)
+
+    async def _dial(self, endpoint: Endpoint) -> Connection:
+        parts = self._parts
+        return await connect(
+            parts.dialer, endpoint, parts.identity, settings=parts.connection_settings
+        )
+
+    async def prepare(self, hop: Hop) -> None:
+        """Keep the way to `hop` short for a while: it may become a next stage. Never raises."""
+        await self._warmer.warm(_endpoint(hop))
 
     async def run(self, session: Session, onward: Onward) -> None:
         """Link `session` to its next stage, for as long as the epoch of `onward` lasts."""
@@ -70,12 +82,8 @@ class Downstream:
 
     async def _connect(self, onward: Onward, attach: Attach) -> Connection:
         """A hop stream attached to the session at the next stage. Raises HopLost."""
-        hop, parts = onward.hop, self._parts
-        endpoint = Endpoint(hop.peer, hop.address, hop.certificate_hash)
         try:
-            link = await connect(
-                parts.dialer, endpoint, parts.identity, settings=parts.connection_settings
-            )
+            link = await self._dial(_endpoint(onward.hop))
         except BloomBeeError as error:
             raise HopLost(f"can't reach {onward}: {error}") from None
         try:
@@ -104,6 +112,10 @@ class Downstream:
         except* BloomBeeError as group_error:
             error = group_error.exceptions[0]
             raise HopLost(f"lost {onward}: {error}") from None
+
+
+def _endpoint(hop: Hop) -> Endpoint:
+    return Endpoint(hop.peer, hop.address, hop.certificate_hash)
 
 
 async def _attach(link: Connection, attach: Attach) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from bloombee.errors import BloomBeeError, PeerStopping, RequestError
-from bloombee.protocol.messages import Open, Opened, Source
+from bloombee.protocol.messages import Hop, Open, Opened, Source
 from bloombee.server.admission import Admission
 from bloombee.server.carried import Carried
 from bloombee.server.carried import Terms as CarriedTerms
@@ -110,6 +110,11 @@ class Openings:
         if (onward := session.onward) is not None:
             link = parts.downstream.run(session, onward)
             session.keep_task(tasks.start(link, "the link to the next stage"))
+
+    def prepare(self, hop: Hop) -> None:
+        """Keep the way to a server short that may become a session's next stage."""
+        parts = self._parts
+        parts.tasks.start(parts.downstream.prepare(hop), "a way to who may be a next stage")
 
     async def end(self, session: Session) -> None:
         """Free what a session holds, and end its streams but its client's. Once is enough."""
