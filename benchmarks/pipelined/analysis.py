@@ -7,11 +7,14 @@ resource was busy is the share of the bound that was reached.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from benchmarks.pipelined.client import Answer
-from bloombee.server.pacing import Pass
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from benchmarks.pipelined.client import Answer
+    from bloombee.server.pacing import Pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +107,4 @@ def shown(
         busy[link.name] = wire_s / window.length_s
     inside = [p for p in stages[-1] if window.overlap_s(p.started_us / 1e6, p.ended_us / 1e6)]
     rows = [p.decode_tokens for p in inside if p.decode_tokens]
-    return Shown(
-        tokens_in(answer, window) / window.length_s, busy, sum(rows) / max(1, len(rows))
-    )
+    return Shown(tokens_in(answer, window) / window.length_s, busy, sum(rows) / max(1, len(rows)))

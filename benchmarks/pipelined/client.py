@@ -49,12 +49,18 @@ class First(msgspec.Struct, frozen=True):
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """Times of all tokens of each row (the machine's monotonic clock), and the tokens."""
+    """Times of all tokens of each row, and of the call (the machine's monotonic clock)."""
 
+    began_s: float
     times_s: list[list[float]]
     ids: list[list[int]]
-    bytes_sent: int
-    bytes_received: int
+    bytes_sent: int = 0
+    bytes_received: int = 0
+
+    @property
+    def first_after_s(self) -> float:
+        """From the call to the first token of any row, in seconds."""
+        return min(times[0] for times in self.times_s) - self.began_s
 
 
 def _say(message: First | Answer) -> None:
@@ -108,7 +114,7 @@ def _with_barrier(model: Any, request: Request) -> Answer:
     from transformers import StoppingCriteriaList
 
     ids = prompts(request.batch, request.prompt_tokens, model.config.vocab_size)
-    clock = _Clock()
+    clock, began_s = _Clock(), time.perf_counter()
     with torch.inference_mode():
         out = model.generate(
             ids,
@@ -121,6 +127,7 @@ def _with_barrier(model: Any, request: Request) -> Answer:
         )
     moved = model.traffic
     return Answer(
+        began_s,
         [clock.times_s] * request.batch,
         out[:, request.prompt_tokens :].tolist(),
         moved.bytes_sent,
@@ -133,6 +140,7 @@ async def _grouped(model: Any, request: Request) -> Answer:
     times_s: list[list[float]] = [[] for _ in ids]
     tokens: list[list[int]] = [[] for _ in ids]
     left = set(range(len(ids)))
+    began_s = time.perf_counter()
 
     async def follow(rows: range) -> None:
         sampling = [Sampling(budget=request.new_tokens)] * len(rows)
@@ -149,7 +157,7 @@ async def _grouped(model: Any, request: Request) -> Answer:
     async with asyncio.TaskGroup() as tasks:
         for start, stop in zip(bounds, bounds[1:], strict=False):
             tasks.create_task(follow(range(start, stop)))
-    return Answer(times_s, tokens, 0, 0)
+    return Answer(began_s, times_s, tokens)
 
 
 def main() -> None:

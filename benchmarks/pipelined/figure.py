@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.pipelined.analysis import Window
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 Lanes = Mapping[str, Sequence[tuple[float, float]]]
 
