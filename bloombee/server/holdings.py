@@ -19,6 +19,7 @@ from bloombee.protocol.messages import Operations, Step, WireDtype
 from bloombee.server.carried import Carried
 from bloombee.server.carried import Terms as CarriedTerms
 from bloombee.server.journal import Journal, own, restored, whole
+from bloombee.server.prompts import Prompts
 from bloombee.server.sequences import BookState, SequenceBook
 from bloombee.server.validation import NO_OPERATIONS, StepContext
 from bloombee.server.work import Outcome
@@ -83,6 +84,8 @@ class Holdings:
             else Journal(context.terms.sequences, context.hidden_size, torch_dtype(dtype))
         )
         self.broken = ""
+        self.prompts: Prompts | None = None
+        """What of its prompts is to be kept for other sessions, if there is any."""
         self._prefill = Spent()
         self._other = Spent()
         self._width = context.hidden_size

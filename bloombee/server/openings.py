@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from bloombee.errors import BloomBeeError, PeerStopping, RequestError
-from bloombee.protocol.messages import Hop, Open, Opened, Source
+from bloombee.protocol.messages import Chain, Hop, Open, Opened, Source
 from bloombee.server.admission import Admission
 from bloombee.server.carried import Carried
 from bloombee.server.carried import Terms as CarriedTerms
@@ -33,13 +33,15 @@ SWEEP_S = 0.1
 SEND_DEADLINE_S = 60.0
 """For a client to take one message."""
 
+Adopt = Callable[[Session, Sequence[Chain]], Awaitable[None]]
+"""Fills the reserved, empty KV of a session with what is kept of its prompts."""
 Fetch = Callable[[CarriedTerms, Source], Awaitable[Carried | None]]
 """Fills the reserved, empty KV of a session from another server, and returns the rest of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpeningParts:
-    """What opening sessions takes. `fetch` may be None: sessions then start empty."""
+    """What opening sessions takes. Without `fetch` and `adopt` they start empty."""
 
     offer: Offer
     limits: Limits
@@ -49,6 +51,7 @@ class OpeningParts:
     downstream: Downstream
     tasks: BackgroundTasks
     fetch: Fetch | None = None
+    adopt: Adopt | None = None
 
 
 class Openings:
@@ -167,13 +170,23 @@ class Openings:
         session.free_tokens = await self._reserve(session, opening.wait_s)
         session.held = self._empty(session)
         session.holds = True
-        if opening.source is None or self._parts.fetch is None:
-            return
+        if opening.prefixes and self._parts.adopt is not None:
+            session.holds = False  # until all of it is here
+            async with self._parts.admission.use(session.id, 0):
+                await self._parts.adopt(session, opening.prefixes)
+            session.holds = True
+        elif opening.source is not None and self._parts.fetch is not None:
+            await self._take_over(session, opening, self._parts.fetch, opening.source)
+
+    async def _take_over(
+        self, session: Session, opening: Open, fetch: Fetch, source: Source
+    ) -> None:
+        """Take over what another server holds, if it can be had."""
         # Until all of it is here, another epoch must start empty.
         session.holds = False
         terms = carried_terms(session.id, session.context, session.wire_dtype)
         async with self._parts.admission.use(session.id, 0):
-            carried = await self._parts.fetch(terms, opening.source)
+            carried = await fetch(terms, source)
         if carried is not None:
             try:
                 session.held.restore(carried)

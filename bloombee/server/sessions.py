@@ -151,6 +151,7 @@ class Session:
         self.stop_tasks()
         self._begin(opening, client, context)
         self.held.book.begin_epoch()
+        self.held.prompts = None
         self.lease.adopted()
         return dropped
 

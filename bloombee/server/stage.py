@@ -30,6 +30,7 @@ from bloombee.server.handover import HandOvers
 from bloombee.server.hop_stream import HopStreams
 from bloombee.server.openings import OpeningParts, Openings
 from bloombee.server.payloads import Payloads
+from bloombee.server.prefixes import Prefixes, PrefixParts
 from bloombee.server.sending import Sending
 from bloombee.server.sessions import Session, Sessions
 from bloombee.server.steps import StepParts, Steps
@@ -80,6 +81,15 @@ class StageServer:
         self._uptime = Stopwatch()
         self._tasks = BackgroundTasks()
         self.admission = Admission(self.executor, parts.pool, parts.limits)
+        self.prefixes = Prefixes(
+            PrefixParts(
+                executor=self.executor,
+                tasks=self._tasks,
+                telemetry=self.telemetry,
+                limit_bytes=parts.limits.prefix_bytes,
+                shared=parts.limits.share_prefixes,
+            )
+        )
         throttle = Throttle(parts.limits.max_messages_per_s)
         sending = Sending(parts.identity.peer_id, self._payloads, self.telemetry)
         self._steps = Steps(
@@ -87,6 +97,7 @@ class StageServer:
                 admission=self.admission,
                 executor=self.executor,
                 payloads=self._payloads,
+                prefixes=self.prefixes,
                 throttle=throttle,
                 telemetry=self.telemetry,
                 tasks=self._tasks,
@@ -144,6 +155,7 @@ class StageServer:
                 downstream=downstream,
                 tasks=self._tasks,
                 fetch=fetcher.fetch,
+                adopt=self.prefixes.adopt,
             )
         )
 
@@ -217,6 +229,9 @@ class StageServer:
             uptime_s=self._uptime.elapsed_s,
             waiting=self.admission.waiting,
             parked=self.admission.parked,
+            prefix_bytes=self.prefixes.store.held_bytes,
+            prefix_hits=self.prefixes.hits,
+            prefix_tokens_saved=self.prefixes.tokens_saved,
         )
 
 

@@ -25,6 +25,7 @@ from bloombee.protocol.messages import Acknowledged, Operations, Replay, Step
 from bloombee.server.admission import Admission
 from bloombee.server.executor import Executor
 from bloombee.server.payloads import Payloads
+from bloombee.server.prefixes import Prefixes
 from bloombee.server.sequences import Taken
 from bloombee.server.sessions import Arrived, Asked, Finished, Refused, Session
 from bloombee.server.tasks import BackgroundTasks
@@ -44,6 +45,7 @@ class StepParts:
     admission: Admission
     executor: Executor
     payloads: Payloads
+    prefixes: Prefixes
     throttle: Throttle
     telemetry: Registry
     tasks: BackgroundTasks
@@ -222,6 +224,7 @@ class Steps:
             told = computed(step, table, operations, outcome)
             put(Finished(step, told, size, taken_us, decode_us, expires_s))
 
+        done = self._parts.prefixes.begin_step(session, step, done)
         session.held.began()
         self._parts.executor.submit(
             StepWork(

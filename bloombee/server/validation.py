@@ -19,7 +19,7 @@ from bloombee.errors import (
     StaleEpoch,
     Unsupported,
 )
-from bloombee.protocol.messages import Open, Operations, Replay, Step
+from bloombee.protocol.messages import PREFIX_TOKENS, Open, Operations, Replay, Step
 
 NO_OPERATIONS = Operations()
 
@@ -43,7 +43,8 @@ class Limits:
 
     `max_tokens_per_peer` (None: all) is in KV tokens. A request queues for KV at most
     `max_wait_s`. A session whose client is silent ends after `lease_s`; one idle for
-    `park_idle_s` may be parked, `park_bytes` of KV in all.
+    `park_idle_s` may be parked, `park_bytes` of KV in all. Prompts are kept for later sessions
+    in `prefix_bytes`, for those of other clients too if these `share_prefixes`.
     """
 
     max_sessions: int = 256
@@ -53,6 +54,8 @@ class Limits:
     lease_s: float = 30.0
     park_idle_s: float = 5.0
     park_bytes: int = 1 << 30
+    prefix_bytes: int = 1 << 28
+    share_prefixes: bool = False
     max_sequences: int = 1024
     max_step_tokens: int = 8192
     max_messages_per_s: int = 2000
@@ -129,6 +132,16 @@ _OPEN_RULES: tuple[Rule[Open, _OpenContext], ...] = (
         lambda m, c: m.dtype == "int32",
         RequestError,
         lambda m, c: "rows travel as float32, bfloat16 or float16, not int32",
+    ),
+    Rule(
+        lambda m, c: bool(m.prefixes) and len(m.prefixes) != m.sequences,
+        ProtocolError,
+        lambda m, c: f"{len(m.prefixes)} prompts announced for {m.sequences} sequences",
+    ),
+    Rule(
+        lambda m, c: max(map(len, m.prefixes), default=0) * PREFIX_TOKENS > m.max_length,
+        RequestError,
+        lambda m, c: f"a prompt is announced that is longer than max_length {m.max_length}",
     ),
     Rule(
         lambda m, c: m.ring is not None,
