@@ -110,7 +110,7 @@ class ClientSwarm:
                 codec=self.size.codec,
                 listener=self.network.listener(identity.peer_id),
                 dialer=self.network.dialer(identity.peer_id),
-                model=SpanModel.load(
+                model=SpanModel.load_with_ends(
                     self.source, span, dtype=self.dtype, device="cpu", progress=False
                 ),
                 pool=make_pool(
@@ -123,6 +123,7 @@ class ClientSwarm:
                     span=span,
                     hidden_size=self.source.hidden_size,
                     max_length=self.source.max_length,
+                    vocab_size=self.source.vocab_size,
                 ),
                 limits=Limits(
                     max_step_tokens=self.size.max_step_tokens, park_idle_s=self.size.park_idle_s

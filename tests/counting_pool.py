@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 SPAN = Span(0, 4)
 WIDTH = 3
+VOCABULARY = 50
 
 
 class CountingPlan(AttendPlan):
@@ -135,10 +136,15 @@ class CountingPool(KVPool):
 
 
 class AddingModel:
-    """Adds one to every row for each block; fails for the sessions in `failing`."""
+    """Adds one to every row for each block; fails for the sessions in `failing`.
+
+    A token's row is its id; the likeliest token is the number in the row, and those beside it
+    are less likely by 1 each step. A row of NaN gets logits of NaN.
+    """
 
     span = SPAN
     hidden_size = WIDTH
+    vocab_size = VOCABULARY
     device = torch.device("cpu")
     dtype = torch.float32
 
@@ -147,6 +153,17 @@ class AddingModel:
         self.batches: list[list[tuple[SessionId, PackedTable]]] = []
         self.spans: list[Span | None] = []
         self.was_inference = False
+        self.embedded: list[list[int]] = []
+        self.scored: list[int] = []
+
+    def embed(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        self.embedded.append(ids.tolist())
+        assert len(ids) == len(positions)
+        return ids[:, None].expand(-1, WIDTH).to(self.dtype)
+
+    def logits(self, rows: torch.Tensor) -> torch.Tensor:
+        self.scored.append(len(rows))
+        return -(torch.arange(float(VOCABULARY)) - rows[:, :1]).abs()
 
     def forward(
         self,

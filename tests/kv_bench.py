@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from bloombee.core import PackedTable, PeerId, Phase, SessionId, Span
+from bloombee.errors import Unsupported
 from bloombee.kv import BatchItem, KVPool, KVShape, make_pool
 from bloombee.kv.paged import make_paged
 from bloombee.server.admission import Admission
@@ -48,8 +49,15 @@ class WritingModel:
 
     span = SHAPE.span
     hidden_size = WIDTH
+    vocab_size = 0
     device = torch.device("cpu")
     dtype = torch.float32
+
+    def embed(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        raise Unsupported("no tokens here")
+
+    def logits(self, rows: torch.Tensor) -> torch.Tensor:
+        raise Unsupported("no tokens here")
 
     def forward(
         self,

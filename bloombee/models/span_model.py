@@ -1,4 +1,4 @@
-"""A span of blocks that runs on packed tokens."""
+"""A span of blocks that runs on packed tokens, with the ends of the model that adjoin it."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from typing import Self
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import nn
 from torch.nn.functional import linear
 
 from bloombee.core import Span
+from bloombee.errors import Unsupported
 from bloombee.kv.interface import BatchItem, KVPool
 from bloombee.models.attention import PackedStep
 from bloombee.models.block import Block, BlockStep, TransformersBlock
+from bloombee.models.ends import End, ModelEnds, ends_of
 from bloombee.models.gated_block import GatedBlock
 from bloombee.models.linear import Floors, InvariantLinear, Product, make_invariant
 from bloombee.models.rotary import Rotary
@@ -25,7 +27,10 @@ from bloombee.models.weights import fill
 
 
 class SpanModel:
-    """Blocks `[start, end)` of one model, weights loaded, ready to run steps."""
+    """Blocks `[start, end)` of one model, weights loaded, ready to run steps.
+
+    It may hold embeddings, final norm and head as well: see `load_with_ends`.
+    """
 
     def __init__(
         self,
@@ -39,9 +44,12 @@ class SpanModel:
     ) -> None:
         self.span = span
         self.hidden_size = source.hidden_size
+        self.vocab_size = source.vocab_size
         self.dtype, self.device = dtype, torch.device(device)
         self._blocks = blocks
         self._rotary = rotary
+        self._ends: ModelEnds | None = None
+        self._held = frozenset[End]()
 
     @classmethod
     def load(
@@ -74,6 +82,49 @@ class SpanModel:
             _block(layers.pop(path), spec, floors=floors if invariant else None) for path in paths
         ]
         return cls(source, span, blocks, rotary, dtype=dtype, device=device)
+
+    @classmethod
+    def load_with_ends(
+        cls,
+        source: ModelSource,
+        span: Span,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        progress: bool = True,
+    ) -> Self:
+        """As `load`, and what adjoins the span: embeddings at block 0, norm and head at the last.
+
+        Raises ModelError as well for tensors of theirs.
+        """
+        model = cls.load(source, span, dtype=dtype, device=device, progress=progress)
+        held = ends_of(span, source.num_blocks)
+        if held:
+            model._held = held
+            model._ends = ModelEnds.load(
+                source, dtype=dtype, device=device, ends=held, progress=progress
+            )
+        return model
+
+    def embed(
+        self, ids: Int[torch.Tensor, "T"], positions: Int[torch.Tensor, "T"]
+    ) -> Float[torch.Tensor, "T D"]:
+        """Rows that enter block 0. Raises Unsupported where the embeddings aren't held."""
+        return self._end("first").embed(ids, positions)
+
+    def logits(self, rows: Float[torch.Tensor, "R D"]) -> Float[torch.Tensor, "R V"]:
+        """Float32 scores for rows that left the last block.
+
+        Raises Unsupported where the head isn't held.
+        """
+        ends = self._end("last")
+        return ends.logits(ends.norm(rows)).float()
+
+    def _end(self, end: End) -> ModelEnds:
+        if self._ends is None or end not in self._held:
+            part = "embeddings" if end == "first" else "final norm and head"
+            raise Unsupported(f"blocks {self.span} were loaded without the {part} of the model")
+        return self._ends
 
     def forward(
         self,

@@ -239,7 +239,10 @@ class Executor:
 
     def _finish(self, waiting: Waiting) -> None:
         outcome = Outcome(
-            waiting.result(), queue_us=waiting.queue_us, compute_us=waiting.compute_us
+            waiting.result(),
+            queue_us=waiting.queue_us,
+            compute_us=waiting.compute_us,
+            chosen=waiting.chosen,
         )
         self._deliveries.append(lambda: waiting.work.done(outcome))
 

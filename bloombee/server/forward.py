@@ -1,20 +1,25 @@
 """One forward pass over the shares of several sessions; runs on the compute thread.
 
-Operations of a step are applied once, before its first share. When a merged pass
-fails, each share runs by itself, so that only the session at fault fails.
+Ids are embedded here, and where the last block's rows become tokens, all rows of the pass
+that want one go through the head together. Operations of a step are applied once, before
+its first share. When a merged pass fails, each share runs by itself, and so does the
+choice of tokens, so that only the session at fault fails.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from jaxtyping import Float
 
 from bloombee.core import SessionId
 from bloombee.errors import BloomBeeError, StepFailed
 from bloombee.kv.interface import BatchItem, KVPool
+from bloombee.models.sampling import choose
 from bloombee.protocol.messages import Operations
 from bloombee.server.work import Model, Waiting
 
@@ -49,16 +54,19 @@ def run_pass(model: Model, pool: KVPool, runs: Sequence[Run]) -> list[Failure]:
         return failures
     error = _compute(model, pool, ready)
     if error is None:
-        return failures
-    if len(ready) > 1:
-        alone = [(run, _compute(model, pool, [run])) for run in ready]
+        broken = _choose(model, [run.waiting for run in ready])
+    elif len(ready) == 1:
+        broken = [Failure(ready[0].waiting, error)]
     else:
-        alone = [(ready[0], error)]
-    for run, error in alone:
-        if error is not None:
-            _roll_back(pool, run.waiting)
-            failures.append(Failure(run.waiting, error))
-    return failures
+        broken = [failure for run in ready for failure in _compute_alone(model, pool, run)]
+    for failure in broken:
+        _roll_back(pool, failure.waiting)
+    return failures + broken
+
+
+def _compute_alone(model: Model, pool: KVPool, run: Run) -> list[Failure]:
+    error = _compute(model, pool, [run])
+    return _choose(model, [run.waiting]) if error is None else [Failure(run.waiting, error)]
 
 
 def typed(error: Exception) -> BloomBeeError:
@@ -97,8 +105,7 @@ def _compute(model: Model, pool: KVPool, runs: Sequence[Run]) -> BloomBeeError |
             BatchItem(run.waiting.work.session, run.waiting.share_table(run.tokens)) for run in runs
         ]
         inputs = [run.waiting.share_rows(run.tokens) for run in runs]
-        rows = inputs[0] if len(inputs) == 1 else _joined(inputs, model.dtype)
-        rows = rows.to(device=model.device, dtype=model.dtype)
+        rows = _joined(model, inputs, batch)
         span = runs[0].waiting.work.span
         output = model.forward(rows, batch, pool, span=None if span == model.span else span)
         parts = output.split([run.tokens for run in runs]) if len(runs) > 1 else (output,)
@@ -112,8 +119,52 @@ def _compute(model: Model, pool: KVPool, runs: Sequence[Run]) -> BloomBeeError |
     return None
 
 
-def _joined(inputs: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    return torch.cat([rows.to(dtype) for rows in inputs])
+def _joined(
+    model: Model, inputs: Sequence[torch.Tensor], batch: Sequence[BatchItem]
+) -> Float[torch.Tensor, "T D"]:
+    """The inputs as rows on the device, in order; ids become rows all at once."""
+    ids = [number for number, each in enumerate(inputs) if not each.is_floating_point()]
+    if not ids:
+        return _cat(inputs, model.dtype).to(device=model.device, dtype=model.dtype)
+    positions = [torch.from_numpy(batch[number].table.positions) for number in ids]
+    embedded = model.embed(
+        _cat([inputs[number] for number in ids], torch.long).to(model.device),
+        _cat(positions, torch.long).to(model.device),
+    ).to(model.dtype)
+    if len(ids) == len(inputs):
+        return embedded
+    rows = [each.to(device=model.device, dtype=model.dtype) for each in inputs]
+    for number, part in zip(ids, embedded.split([len(inputs[n]) for n in ids]), strict=True):
+        rows[number] = part
+    return torch.cat(rows)
+
+
+def _cat(parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    return parts[0].to(dtype) if len(parts) == 1 else torch.cat([part.to(dtype) for part in parts])
+
+
+def _choose(model: Model, waiting: Sequence[Waiting]) -> list[Failure]:
+    """Choose the tokens of those steps that are computed; returns the ones that can't be.
+
+    When it fails for some, no chooser has moved on, and each step tries by itself.
+    """
+    asking = [one for one in waiting if one.work.chooses and one.is_computed]
+    if not asking:
+        return []
+    choosers = [one.choosers for one in asking]
+    try:
+        logits = model.logits(_cat([one.joined() for one in asking], model.dtype))
+        chosen = choose(logits, [chooser for each in choosers for chooser in each])
+    except Exception as error:
+        if len(asking) > 1:
+            return [failure for one in asking for failure in _choose(model, [one])]
+        if not isinstance(error, BloomBeeError):
+            logger.exception("the choice of %d tokens failed", len(choosers[0]))
+        return [Failure(asking[0], typed(error))]
+    tokens = iter(chosen)
+    for one, each in zip(asking, choosers, strict=True):
+        one.chosen = tuple(itertools.islice(tokens, len(each)))
+    return []
 
 
 def _roll_back(pool: KVPool, waiting: Waiting) -> None:

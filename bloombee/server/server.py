@@ -206,7 +206,7 @@ def _open(settings: ServerSettings) -> Opened:
 
 
 def _load(opened: Opened, span: Span) -> Loaded:
-    model = SpanModel.load(opened.source, span, dtype=opened.dtype, device=opened.device)
+    model = SpanModel.load_with_ends(opened.source, span, dtype=opened.dtype, device=opened.device)
     shape = opened.source.kv_shape(span, opened.dtype, opened.device)
     pool = make_pool(shape, opened.memory.kv_tokens, max_length=opened.max_length)
     return Loaded(model=model, pool=pool)
@@ -264,6 +264,7 @@ def _stage(
                 span=loaded.model.span,
                 hidden_size=opened.source.hidden_size,
                 max_length=opened.max_length,
+                vocab_size=loaded.model.vocab_size,
             ),
             model_name=_public_name(opened.source.name),
             codec=settings.codec,

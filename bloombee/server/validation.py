@@ -28,13 +28,15 @@ NO_OPERATIONS = Operations()
 class Offer:
     """What this server serves: blocks `span` of a model, rows of `hidden_size`.
 
-    `max_length` is the longest sequence that the model itself allows.
+    `max_length` is the longest sequence that the model itself allows. `vocab_size` is 0
+    where ids are not known.
     """
 
     fingerprint: str
     span: Span
     hidden_size: int
     max_length: int
+    vocab_size: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -44,7 +44,7 @@ from bloombee.server.validation import Limits, Offer
 from bloombee.swarm.connection import Connection, ConnectionSettings, connect
 from bloombee.swarm.identity import Identity
 from bloombee.transport.memory import MemoryDialer, MemoryNetwork
-from tests.counting_pool import SPAN, WIDTH, AddingModel, CountingPool
+from tests.counting_pool import SPAN, VOCABULARY, WIDTH, AddingModel, CountingPool
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -74,7 +74,13 @@ class StageSetup:
 
 def counting_stage(kv_tokens: int = 1000, **changes: Any) -> StageSetup:
     """A stage that adds one for each block of 0:4 and keeps lengths only."""
-    offer = Offer(fingerprint=FINGERPRINT, span=SPAN, hidden_size=WIDTH, max_length=500)
+    offer = Offer(
+        fingerprint=FINGERPRINT,
+        span=SPAN,
+        hidden_size=WIDTH,
+        max_length=500,
+        vocab_size=VOCABULARY,
+    )
     return StageSetup(model=AddingModel(), pool=CountingPool(kv_tokens), offer=offer, **changes)
 
 
@@ -92,8 +98,9 @@ def stage_of(
         span=span,
         hidden_size=source.hidden_size,
         max_length=source.max_length,
+        vocab_size=source.vocab_size,
     )
-    model = SpanModel.load(source, span, dtype=dtype, device="cpu", progress=False)
+    model = SpanModel.load_with_ends(source, span, dtype=dtype, device="cpu", progress=False)
     shape = source.kv_shape(span, dtype, "cpu")
     pool = make_pool(shape, kv_tokens, max_length=source.max_length)
     return StageSetup(model=model, pool=pool, offer=offer, **changes)

@@ -18,7 +18,15 @@ from bloombee.core import Span
 from bloombee.protocol.failures import to_error
 from bloombee.protocol.messages import Failed, Hop, Open, Opened, Operations, Output, Replay, Step
 from bloombee.server.validation import Limits, Offer
-from tests.swarm.chaos.digests import WIDTH, DigestModel, DigestPool, embed, fold, to_numbers
+from tests.swarm.chaos.digests import (
+    VOCABULARY,
+    WIDTH,
+    DigestModel,
+    DigestPool,
+    embed,
+    fold,
+    to_numbers,
+)
 from tests.swarm.harness import (
     FINGERPRINT,
     PATIENCE_S,
@@ -65,7 +73,13 @@ class GatedModel(DigestModel):
 def digest_stage(start: int, end: int, **limits: Any) -> StageSetup:
     """A stage of blocks `[start, end)` that computes digests."""
     span = Span(start, end)
-    offer = Offer(fingerprint=FINGERPRINT, span=span, hidden_size=WIDTH, max_length=64)
+    offer = Offer(
+        fingerprint=FINGERPRINT,
+        span=span,
+        hidden_size=WIDTH,
+        max_length=64,
+        vocab_size=VOCABULARY,
+    )
     return StageSetup(
         model=GatedModel(span),
         pool=DigestPool(span, KV_TOKENS),

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from bloombee.errors import RequestError
+from bloombee.errors import RequestError, Unsupported
 from bloombee.kv.interface import AttendPlan, BatchItem, KVPool, KVShape
 from bloombee.kv.ledger import Held, Ledger, StepRow
 
@@ -60,6 +60,13 @@ def to_numbers(rows: torch.Tensor) -> list[int]:
 def fold(digest: int, row: int, block: int) -> int:
     """The digest after one more row."""
     return mix(digest * 31 + row + block * 0x1F123BB5)
+
+
+def logits(numbers: Sequence[int]) -> torch.Tensor:
+    """Scores `[R, VOCABULARY]` of rows with these numbers: all different, the rest mixed up."""
+    best = torch.tensor(numbers)[:, None] % VOCABULARY
+    places = (torch.arange(VOCABULARY) - best) % VOCABULARY
+    return -(places * 1297 % VOCABULARY).float() / 256
 
 
 class DigestPlan(AttendPlan):
@@ -203,15 +210,27 @@ class DigestPool(KVPool):
 
 
 class DigestModel:
-    """Blocks `span` of it. `failures` are raised by the next passes, one each."""
+    """Blocks `span` of it. `failures` are raised by the next passes, one each.
+
+    The likeliest token of a row is its number modulo the vocabulary.
+    """
 
     hidden_size = WIDTH
+    vocab_size = VOCABULARY
     device = torch.device("cpu")
     dtype = torch.float32
 
     def __init__(self, span: Span) -> None:
         self.span = span
         self.failures: list[Exception] = []
+
+    def embed(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        if self.span.start:
+            raise Unsupported("these blocks come after the embeddings")
+        return embed(ids.tolist(), positions.tolist())
+
+    def logits(self, rows: torch.Tensor) -> torch.Tensor:
+        return logits(to_numbers(rows))
 
     def forward(
         self,

@@ -28,7 +28,7 @@ from bloombee.swarm.view import SwarmSnapshot
 from bloombee.transport.links import LinkShape
 from bloombee.transport.memory import MemoryNetwork
 from tests.inline_executor import InlineExecutor
-from tests.swarm.chaos.digests import WIDTH, DigestModel, DigestPool, embed
+from tests.swarm.chaos.digests import VOCABULARY, WIDTH, DigestModel, DigestPool, embed
 from tests.virtual_time import VirtualTimeLoop, process
 
 if TYPE_CHECKING:
@@ -175,6 +175,7 @@ class World:
                         span=server.span,
                         hidden_size=WIDTH,
                         max_length=4096,
+                        vocab_size=VOCABULARY,
                     ),
                     model_name="digests",
                     limits=Limits(
