@@ -66,7 +66,7 @@ class Downstream:
     async def run(self, session: Session, onward: Onward) -> None:
         """Link `session` to its next stage, for as long as the epoch of `onward` lasts."""
         epoch = session.epoch
-        attach = Attach(session.id, session.secret, epoch)
+        attach = Attach(session.id, session.secret, epoch, ring=onward.ring)
         try:
             link = await self._connect(onward, attach)
             try:
@@ -77,7 +77,7 @@ class Downstream:
         except HopLost as error:
             onward.lose(error)
             # A cancellation may have been lost on the way: the epoch may be over.
-            if session.onward is onward:
+            if session.leads(onward):
                 await self._parts.sending.fail(session, error, epoch)
 
     async def _connect(self, onward: Onward, attach: Attach) -> Connection:

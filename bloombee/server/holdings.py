@@ -1,4 +1,4 @@
-"""What a session holds on this stage besides its KV: book, journal, and unanswered outputs.
+"""What a session holds on this stage besides its KV: book, journal, unanswered outputs, loop.
 
 A session that starts anew gets new holdings; what still runs for the old ones ends there.
 """
@@ -15,10 +15,12 @@ from jaxtyping import Float
 from bloombee.compression import torch_dtype
 from bloombee.core import PackedTable, SessionId
 from bloombee.errors import BloomBeeError, ProtocolError, StepFailed
+from bloombee.models.sampling import Chooser
 from bloombee.protocol.messages import Operations, Step, WireDtype
 from bloombee.server.carried import Carried
 from bloombee.server.carried import Terms as CarriedTerms
 from bloombee.server.journal import Journal, own, restored, whole
+from bloombee.server.looping import Looping, Tokens
 from bloombee.server.prompts import Prompts
 from bloombee.server.sequences import BookState, SequenceBook
 from bloombee.server.validation import NO_OPERATIONS, StepContext
@@ -69,15 +71,37 @@ class Spent:
     tokens: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What there is to tell of a step: rows, or the tokens that it chose."""
+
+    outcome: Outcome
+    tokens: Tokens | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Entered:
+    """A new step: what is left of its operations to do, and how the tokens of its rows are chosen.
+
+    `choosers` has one or None for each row; none at all where no tokens are chosen.
+    """
+
+    step: Step
+    table: PackedTable
+    operations: Operations
+    choosers: tuple[Chooser | None, ...] = ()
+
+
 class Holdings:
     """`broken` says why no step can follow, or is empty; such holdings are given up.
 
-    Exactly one of `journal` (where there is a next stage) and `outputs` is used.
+    `journal` is used where there is a next stage, `outputs` and `looping` where there is none.
     """
 
     def __init__(self, context: StepContext, dtype: WireDtype, *, is_last: bool) -> None:
         self.book = SequenceBook(context.terms)
         self.outputs = Outputs()
+        self.looping = Looping(context.vocab_size)
         self.journal = (
             None
             if is_last
@@ -110,61 +134,81 @@ class Holdings:
         """Wait until all steps taken are computed."""
         await self._quiet.wait()
 
-    def began(self) -> None:
+    def answered(self, step: int) -> None:
+        """The client has the outputs of all steps up to this one."""
+        self.outputs.answered(step)
+        self.looping.answered(step)
+
+    def prepare(self, step: Step) -> tuple[Chooser | None, ...]:
+        """How a step's tokens are chosen, if they are and it is new; changes nothing.
+
+        Raises as `Looping.prepare`.
+        """
+        if self.journal is not None or step.replay or not self.book.is_new(step):
+            return ()
+        return self.looping.prepare(step)
+
+    def began(self, entered: Entered) -> None:
         """A step was taken."""
         self._computing += 1
         self._quiet.clear()
+        if self.journal is None:
+            self.looping.begin(entered.step, entered.choosers)
 
-    def computed(
-        self, step: Step, table: PackedTable, operations: Operations, outcome: Outcome
-    ) -> Outcome:
+    def computed(self, entered: Entered, outcome: Outcome) -> Told:
         """Keep what came of a step that was taken; returns what to tell of it.
 
         What fails after another failed, fails because of that.
         """
         was_broken = self.broken
-        self._note(step, table, operations, outcome)
+        tokens = self._note(entered, outcome)
         if was_broken and outcome.error is not None:
-            return replace(outcome, error=StepFailed(was_broken))
-        return outcome
+            return Told(replace(outcome, error=StepFailed(was_broken)))
+        if entered.choosers and tokens is None and outcome.error is None:
+            return Told(replace(outcome, error=StepFailed(self.broken)))
+        return Told(outcome, tokens)
 
-    def _note(
-        self, step: Step, table: PackedTable, operations: Operations, outcome: Outcome
-    ) -> None:
+    def _note(self, entered: Entered, outcome: Outcome) -> Tokens | None:
         self._computing -= 1
         if not self._computing:
             self._quiet.set()
+        step = entered.step
         spent = self._prefill if step.phase == "prefill" else self._other
         spent.compute_us += outcome.compute_us
-        spent.tokens += table.tokens
+        spent.tokens += entered.table.tokens
         if outcome.error is not None or outcome.rows is None:
             # The stages no longer agree on what the session holds.
             self.broken = self.broken or f"step {step.step} failed ({outcome.error})"
-            return
+            return None
         try:
-            self._keep(step, table, operations, outcome.rows)
+            return self._keep(entered, outcome, outcome.rows)
         except BloomBeeError as error:
             self.broken = self.broken or f"after step {step.step}: {error}"
+            return None
 
-    def _keep(
-        self, step: Step, table: PackedTable, operations: Operations, rows: torch.Tensor
-    ) -> None:
+    def _keep(self, entered: Entered, outcome: Outcome, rows: torch.Tensor) -> Tokens | None:
+        step, operations = entered.step, entered.operations
         if self.journal is not None:
             if operations != NO_OPERATIONS:
                 self.journal.operate(operations)
-            self.journal.append(table, rows)
+            self.journal.append(entered.table, rows)
+        elif entered.choosers:
+            return self.looping.chosen(step, entered.table, entered.choosers, outcome.chosen)
         elif not step.replay:
             self.outputs.keep(step.step, rows)
+        return None
 
-    def again(self, step: Step, table: PackedTable) -> Float[torch.Tensor, "R D"]:
+    def again(self, step: Step, table: PackedTable) -> Told:
         """What came of a step that was computed in an earlier epoch.
 
         Raises StepFailed when it isn't held any more; nothing can follow then.
         """
         try:
             if self.journal is not None:
-                return self.journal.rows(table)
-            return self.outputs.kept[step.step]
+                return Told(Outcome(self.journal.rows(table)))
+            if step.sampling or step.loop:
+                return Told(Outcome(None), self.looping.kept[step.step])
+            return Told(Outcome(self.outputs.kept[step.step]))
         except (ProtocolError, KeyError):
             self.broken = f"the output of step {step.step} is not held any more"
             raise StepFailed(self.broken) from None

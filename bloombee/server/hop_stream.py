@@ -1,4 +1,7 @@
-"""The stream of the stage before us: it attaches to a session and pushes steps into it."""
+"""The stream of the stage before us: it attaches to a session and pushes steps into it.
+
+To the first stage comes the last one in the same way, with the next steps of a loop.
+"""
 
 from __future__ import annotations
 
@@ -84,11 +87,12 @@ class HopStreams:
     async def _read(self, session: Session, upstream: Connection) -> None:
         try:
             while (received := await upstream.receive(SILENCE_S)) is not None:
-                if session.upstream is not upstream:
+                if not session.is_fed_by(upstream):
                     return
                 message, payload = received
                 if isinstance(message, Step):
-                    self._steps.offer(session, message, payload, upstream.remote)
+                    looped = session.looped is upstream
+                    self._steps.offer(session, message, payload, upstream.remote, looped=looped)
                     if not session.window.may_read:
                         await self._hold(session, upstream)
                 elif isinstance(message, Beat):
@@ -96,7 +100,7 @@ class HopStreams:
                 elif isinstance(message, Failed):
                     logger.debug("the stage before us: %s", message.message)
         except ProtocolError as error:
-            if session.upstream is upstream:
+            if session.is_fed_by(upstream):
                 await self._sending.fail(session, error, session.epoch)
             await upstream.send(to_message(error, session=session.id, epoch=session.epoch))
 
@@ -106,7 +110,7 @@ class HopStreams:
         async def beat() -> None:
             await upstream.send(Beat(session.id, 0, session.sent_step))
 
-        await session.window.hold(lambda: session.upstream is upstream, beat)
+        await session.window.hold(lambda: session.is_fed_by(upstream), beat)
 
 
 async def _outcome(work: Awaitable[T]) -> T | BloomBeeError:

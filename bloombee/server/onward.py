@@ -1,4 +1,4 @@
-"""The way from a session to its next stage, in one epoch."""
+"""The way from a session to its next stage, in one epoch; or from the last stage to the first."""
 
 from __future__ import annotations
 
@@ -11,10 +11,14 @@ from bloombee.swarm.connection import Connection
 
 
 class Onward:
-    """`link` leads to `hop` while it stands; `lost` says why it does so no more."""
+    """`link` leads to `hop` while it stands; `lost` says why it does so no more.
 
-    def __init__(self, hop: Hop) -> None:
+    With `ring` it leads from the last stage back to the first.
+    """
+
+    def __init__(self, hop: Hop, *, ring: bool = False) -> None:
         self.hop = hop
+        self.ring = ring
         self.link: Connection | None = None
         self.lost: HopLost | None = None
         self.sending_since_s = math.inf
@@ -22,15 +26,16 @@ class Onward:
         self._settled = asyncio.Event()
 
     def __str__(self) -> str:
-        return f"the next stage, {self.hop.address or self.hop.peer}"
+        which = "first" if self.ring else "next"
+        return f"the {which} stage, {self.hop.address or self.hop.peer}"
 
     def stands(self, link: Connection) -> None:
-        """The next stage takes steps from now on."""
+        """That stage takes steps from now on."""
         self.link = link
         self._settled.set()
 
     def lose(self, error: HopLost) -> None:
-        """The next stage can't be reached in this epoch any more."""
+        """That stage can't be reached in this epoch any more."""
         self.link = None
         self.lost = error
         self._settled.set()

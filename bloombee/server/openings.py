@@ -69,7 +69,9 @@ class Openings:
         """
         parts = self._parts
         terms = check_open(opening, parts.offer, parts.limits)
-        context = StepContext(terms, parts.offer.hidden_size, parts.limits.max_step_tokens)
+        context = StepContext(
+            terms, parts.offer.hidden_size, parts.limits.max_step_tokens, parts.offer.vocab_size
+        )
         session = parts.sessions.known(opening, client.remote)
         if session is None:
             if self.refusal is not None:
@@ -110,9 +112,11 @@ class Openings:
         self._parts.sessions.stands()
         tasks, parts = self._parts.tasks, self._parts
         session.keep_task(tasks.start(parts.sending.run(session), "sending on"))
-        if (onward := session.onward) is not None:
-            link = parts.downstream.run(session, onward)
-            session.keep_task(tasks.start(link, "the link to the next stage"))
+        if session.is_last:
+            session.keep_task(tasks.start(parts.sending.deliver(session), "telling of tokens"))
+        for way in session.ways:
+            link = parts.downstream.run(session, way)
+            session.keep_task(tasks.start(link, f"the link to {way}"))
 
     def prepare(self, hop: Hop) -> None:
         """Keep the way to a server short that may become a session's next stage."""

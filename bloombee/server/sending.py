@@ -1,7 +1,9 @@
-"""What comes of steps, on its way out: to the next stage, or to the client.
+"""What comes of steps, on its way out: to the next stage, to the client, or round the loop.
 
 One task per session and epoch takes it from the outbox, in order. Results for the
-next stage wait there until the link stands. A timer a message would cost as much as
+next stage wait there until the link stands. Tokens go round the loop at once, and to the
+client by a task of their own: one that is slow holds the loop only when it is far behind.
+A timer a message would cost as much as
 all the rest: that sending takes too long those notice who look at times anyway, the
 watch over the link and the sweep over leases, and they end the stream.
 """
@@ -10,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable
 
 import msgspec
 import torch
@@ -20,6 +23,8 @@ from bloombee.core import PeerId
 from bloombee.errors import BloomBeeError, DeadlineExceeded, HopLost, RequestError, TransportError
 from bloombee.protocol.failures import to_message
 from bloombee.protocol.messages import AnyMessage, Operations, Output, Step, Timing
+from bloombee.server.looping import Tokens
+from bloombee.server.onward import Onward
 from bloombee.server.payloads import Payloads
 from bloombee.server.sessions import Asked, Finished, Outgoing, Refused, Session
 from bloombee.telemetry import Registry, now_us
@@ -27,13 +32,19 @@ from bloombee.telemetry import Registry, now_us
 logger = logging.getLogger(__name__)
 
 
+Loop = Callable[[Session, Step, bytes, float], None]
+"""Takes the next step of a loop that this stage closes by itself, its ids, and its end."""
+
+
 class Sending:
     """Sends on what comes of steps."""
 
-    def __init__(self, peer: PeerId, payloads: Payloads, telemetry: Registry) -> None:
+    def __init__(self, peer: PeerId, payloads: Payloads, telemetry: Registry, loop: Loop) -> None:
         self._peer = peer
         self._payloads = payloads
+        self._loop = loop
         self._replayed = telemetry.counter("replayed_tokens")
+        self._chosen = telemetry.counter("tokens_chosen")
 
     async def run(self, session: Session) -> None:
         """Send on whatever comes, for as long as the epoch lasts."""
@@ -51,6 +62,19 @@ class Sending:
                 window.forget(item.payload_bytes)
             else:
                 window.leave(item.payload_bytes)
+
+    async def deliver(self, session: Session) -> None:
+        """Tell the client of tokens, in order, for as long as the epoch lasts."""
+        mail = session.mail
+        while True:
+            letter = await mail.first()
+            output = letter.output
+            try:
+                if await self.tell(session, output, letter.body):
+                    session.sent_step = max(session.sent_step, output.step)
+            except RequestError as error:
+                await self.fail(session, error, output.epoch, output.step)
+            mail.sent()
 
     async def fail(self, session: Session, error: BloomBeeError, epoch: int, step: int = 0) -> None:
         """Tell the session's client of an error of `epoch`, of one step or (0) of the session."""
@@ -80,18 +104,22 @@ class Sending:
     async def _send(self, session: Session, item: Outgoing) -> None:
         match item:
             case Finished():
-                if item.outcome.error is not None:
-                    await self._fail_item(session, item, item.outcome.error)
-                elif item.outcome.rows is not None:
-                    await self._result(session, item, item.outcome.rows)
+                if item.told.outcome.error is not None:
+                    await self._fail_item(session, item, item.told.outcome.error)
+                elif item.told.tokens is not None:
+                    await self._tokens(session, item, item.told.tokens)
+                elif item.told.outcome.rows is not None:
+                    await self._result(session, item, item.told.outcome.rows)
             case Refused():
                 await self._fail_item(session, item, item.error)
             case Asked():
                 await self._replay(session, item)
             case _:
+                await session.mail.empty()
                 await self.tell(session, item)
 
     async def _fail_item(self, session: Session, item: Outgoing, error: BloomBeeError) -> None:
+        await session.mail.empty()
         match item:
             case Finished() | Refused():
                 await self.fail(session, error, item.step.epoch, item.step.step)
@@ -113,6 +141,7 @@ class Sending:
             timings = (*timings, self._timing(item, started_us))
         if ends_here or session.is_last:
             output = Output(session.id, step.epoch, step.step, payload, timings)
+            await session.mail.empty()
             if await self.tell(session, output, body):
                 session.sent_step = max(session.sent_step, step.step)
             return
@@ -120,7 +149,35 @@ class Sending:
         onward = msgspec.structs.replace(
             step, payload=payload, timings=timings, deadline_ms=left_ms
         )
-        await self._push(session, onward, body)
+        await self._push(session, session.onward, onward, body)
+
+    async def _tokens(self, session: Session, item: Finished, tokens: Tokens) -> None:
+        """Tell the client of tokens, and go on with the loop, if it goes on."""
+        step, mail = item.step, session.mail
+        await mail.room()
+        timings = step.timings
+        if step.trace:
+            timings = (*timings, self._timing(item, now_us()))
+        mail.post(tokens.output(step, timings), tokens.body, tokens.kept_bytes)
+        self._chosen.add(len(tokens.chosen))
+        following = tokens.following(step)
+        if following is None or session.halted is not None:
+            return
+        try:
+            await self._go_on(session, *following, item.expires_s)
+        except BloomBeeError as error:
+            await mail.empty()
+            await self.fail(session, error, step.epoch, step.step + 1)
+
+    async def _go_on(self, session: Session, step: Step, ids: bytes, expires_s: float) -> None:
+        """Have the next step of a loop taken by the first stage, which may be this one."""
+        step = msgspec.structs.replace(step, deadline_ms=_left_ms(expires_s, session))
+        if session.is_first:
+            self._loop(session, step, ids, expires_s)
+        elif session.ring is None:
+            raise RequestError("the last stage was opened without a ring: it can't go on")
+        else:
+            await self._push(session, session.ring, step, ids)
 
     async def _replay(self, session: Session, item: Asked) -> None:
         """Make a step of rows in the journal, and send it on."""
@@ -151,15 +208,13 @@ class Sending:
             # Rows of sequences whose operations are done here already are rows after them.
             included=tuple(sorted({*replay.included, *held.book.included})),
         )
-        await self._push(session, step, body)
+        await self._push(session, session.onward, step, body)
         self._replayed.add(item.table.tokens)
 
-    async def _push(self, session: Session, step: Step, body: Buffer) -> None:
-        """Send a step to the next stage; raises DeadlineExceeded or HopLost.
-
-        RequestError for more than a frame holds.
-        """
-        onward = session.onward
+    async def _push(
+        self, session: Session, onward: Onward | None, step: Step, body: Buffer
+    ) -> None:
+        """Send a step to another stage; raises HopLost, RequestError for more than a frame holds."""
         if onward is None:
             raise RequestError("there is no stage after this one")
         link = onward.link or await onward.wait()
@@ -170,14 +225,15 @@ class Sending:
             raise HopLost(str(onward.lost or f"lost {onward}: {error}")) from None
         finally:
             onward.sending_since_s = math.inf
-        session.sent_step = max(session.sent_step, step.step)
+        if not onward.ring:  # what goes round counts when the client is told
+            session.sent_step = max(session.sent_step, step.step)
 
     def _timing(self, finished: Finished, started_us: int) -> Timing:
         now = now_us()
         return Timing(
             peer=self._peer,
-            queue_us=finished.outcome.queue_us,
-            compute_us=finished.outcome.compute_us,
+            queue_us=finished.told.outcome.queue_us,
+            compute_us=finished.told.outcome.compute_us,
             codec_us=float(finished.decode_us + now - started_us),
             total_us=float(now - finished.taken_us),
         )

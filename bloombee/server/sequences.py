@@ -96,6 +96,11 @@ class SequenceBook:
         """Those of `message` that are still to be done: none of a step that is included."""
         return NO_OPERATIONS if message.step in self._included else message.operations
 
+    def is_new(self, message: Step) -> bool:
+        """Whether no sequence of a step has seen it, or a later one."""
+        newest = self._newest
+        return not any(s < len(newest) and newest[s] >= message.step for s in message.sequences)
+
     def take(self, message: Step) -> Taken:
         """Enter a checked step; a repeat changes nothing but what counts as repeated.
 

@@ -24,12 +24,12 @@ from bloombee.errors import (
     Unsupported,
 )
 from bloombee.protocol.messages import Acknowledged, Attach, Open, Replay, Step, WireDtype
-from bloombee.server.holdings import Holdings
+from bloombee.server.holdings import Holdings, Told
 from bloombee.server.leases import Lease
+from bloombee.server.mail import Mail
 from bloombee.server.onward import Onward
 from bloombee.server.validation import Limits, StepContext
 from bloombee.server.window import Window
-from bloombee.server.work import Outcome
 from bloombee.swarm.connection import Connection
 
 
@@ -38,6 +38,7 @@ class Arrived:
     """A step as it was read. `taken_us` is on the monotonic clock, the others on the loop's.
 
     It may be taken from `not_before_s` on; nobody waits for it after `expires_s`.
+    `looped`: it comes from the last stage, and not from the client or the stage before.
     """
 
     step: Step
@@ -45,6 +46,7 @@ class Arrived:
     taken_us: int
     not_before_s: float
     expires_s: float
+    looped: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +54,7 @@ class Finished:
     """A step that the compute thread is done with, or that needs no computing any more."""
 
     step: Step
-    outcome: Outcome
+    told: Told
     payload_bytes: int
     taken_us: int
     decode_us: int
@@ -87,7 +89,8 @@ class Session:
     `holds` says that its KV is reserved and is what `held` describes; `stands` that
     the epoch has begun: its client knows, steps may come. `client` is the client's own
     stream, None when that has ended. `onward` leads to the next stage, `upstream` comes
-    from the one before; both are None where there is none.
+    from the one before. `ring` leads from the last stage to the first, where it arrives as
+    `looped`. All are None where there is none.
     """
 
     def __init__(self, opening: Open, client: Connection, context: StepContext, lease: Lease):
@@ -109,6 +112,7 @@ class Session:
         self.secret = opening.secret
         self.client: Connection | None = client
         self.upstream: Connection | None = None
+        self.looped: Connection | None = None
         self.fed_by_client = False
         self.stands = False
         self.halted: BloomBeeError | None = None
@@ -119,7 +123,9 @@ class Session:
         self.backlog: deque[Arrived] = deque()
         self.outbox: asyncio.Queue[Outgoing] = asyncio.Queue()
         self.tasks: dict[asyncio.Task[None], None] = {}
+        self.mail = Mail()
         self.onward = None if opening.next is None else Onward(opening.next)
+        self.ring = None if opening.ring is None else Onward(opening.ring, ring=True)
 
     @property
     def epoch(self) -> int:
@@ -137,9 +143,28 @@ class Session:
         return None if self.onward is None else self.onward.link
 
     @property
+    def is_first(self) -> bool:
+        """Whether its blocks begin with the model's first: ids come here."""
+        return self.context.takes_ids
+
+    @property
+    def ways(self) -> list[Onward]:
+        """To the stages that it sends steps to."""
+        return [way for way in (self.onward, self.ring) if way is not None]
+
+    def leads(self, way: Onward) -> bool:
+        """Whether `way` is one of them, in the epoch of now."""
+        return way is self.onward or way is self.ring
+
+    @property
     def streams(self) -> list[Connection]:
         """Those that it has now."""
-        return [link for link in (self.client, self.upstream, self.downstream) if link is not None]
+        links = (self.client, self.upstream, self.looped, *(way.link for way in self.ways))
+        return [link for link in links if link is not None]
+
+    def is_fed_by(self, link: Connection) -> bool:
+        """Whether `link` is a stream of another stage from which steps are taken."""
+        return link is self.upstream or link is self.looped
 
     def advance(self, opening: Open, client: Connection, context: StepContext) -> list[Connection]:
         """Begin a later epoch, of whose Open `client` is the stream.
@@ -181,6 +206,11 @@ class Session:
             raise StaleEpoch(stale(request.epoch, self.epoch))
         if not hmac.compare_digest(request.secret, self.secret):
             raise AuthError("the secret does not open this session")
+        if request.ring:
+            if self.looped is not None or not self.is_first or self.is_last:
+                raise ProtocolError("this is not where the route begins, or its loop is closed")
+            self.looped = upstream
+            return
         if self.upstream is not None or self.fed_by_client:
             raise ProtocolError("the session already gets its steps from elsewhere")
         self.upstream = upstream
@@ -189,6 +219,8 @@ class Session:
         """The stream of `upstream` ended; the session stays until its client goes."""
         if self.upstream is upstream:
             self.upstream = None
+        if self.looped is upstream:
+            self.looped = None
 
 
 def stale(theirs: int, ours: int) -> str:

@@ -91,7 +91,6 @@ class StageServer:
             )
         )
         throttle = Throttle(parts.limits.max_messages_per_s)
-        sending = Sending(parts.identity.peer_id, self._payloads, self.telemetry)
         self._steps = Steps(
             StepParts(
                 admission=self.admission,
@@ -103,6 +102,7 @@ class StageServer:
                 tasks=self._tasks,
             )
         )
+        sending = Sending(parts.identity.peer_id, self._payloads, self.telemetry, self._steps.loop)
         self.openings = self._openings(sending)
         self._handler = Handler(
             HandlerParts(

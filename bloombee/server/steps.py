@@ -1,7 +1,7 @@
 """How a stage takes steps: from a stream, through the checks, to the compute thread.
 
-Whoever feeds the session (its client, or the stage before) has one task that reads
-and calls `offer`. A step that can go on at once does so without a task switch; what
+Whoever feeds the session (its client, the stage before, the last stage in a loop) has a
+task that reads and calls `offer`. A step that can go on at once does so without a task switch; what
 has to wait (for room, for its peer's turn, for pages) lines up in the session's
 backlog, so that reading goes on: signs of life come on the same stream. What comes
 of a step goes to the session's outbox, and `sending` takes it from there.
@@ -16,21 +16,35 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 from bloombee.compression import row_bytes, torch_dtype
-from bloombee.core import PackedTable, PeerId, Phase
-from bloombee.errors import BloomBeeError, DeadlineExceeded, ProtocolError, StepFailed
-from bloombee.protocol.messages import Acknowledged, Operations, Replay, Step
+from bloombee.core import PeerId, Phase
+from bloombee.errors import (
+    BloomBeeError,
+    DeadlineExceeded,
+    ProtocolError,
+    RequestError,
+    StepFailed,
+)
+from bloombee.protocol.messages import Acknowledged, Replay, Step
 from bloombee.server.admission import Admission
 from bloombee.server.executor import Executor
+from bloombee.server.holdings import Entered, Told
+from bloombee.server.looping import choosers
 from bloombee.server.payloads import Payloads
 from bloombee.server.prefixes import Prefixes
 from bloombee.server.sequences import Taken
 from bloombee.server.sessions import Arrived, Asked, Finished, Refused, Session
 from bloombee.server.tasks import BackgroundTasks
 from bloombee.server.throttle import Throttle
-from bloombee.server.validation import NO_OPERATIONS, check_replay, check_step, touched
+from bloombee.server.validation import (
+    NO_OPERATIONS,
+    check_looped,
+    check_replay,
+    check_step,
+    touched,
+)
 from bloombee.server.work import Outcome, StepWork
 from bloombee.telemetry import Registry, now_us
 
@@ -68,17 +82,37 @@ class Steps:
         """How many steps were computed, or are about to be."""
         return self._taken.value
 
-    def offer(self, session: Session, step: Step, payload: memoryview, feeder: PeerId) -> None:
-        """Take one step of `feeder`, now or when its turn comes. A bad one is answered."""
+    def offer(
+        self,
+        session: Session,
+        step: Step,
+        payload: memoryview,
+        feeder: PeerId,
+        *,
+        looped: bool = False,
+    ) -> None:
+        """Take one step of `feeder`, now or when its turn comes. A bad one is answered.
+
+        `looped`: `feeder` is the session's last stage.
+        """
         now_s = session.clock()
-        delay_s = self._parts.throttle.delay_s(feeder, now_s)
-        arrived = Arrived(step, payload, now_us(), now_s + delay_s, _expiry(step, now_s))
-        window = session.window
+        later_s = now_s + self._parts.throttle.delay_s(feeder, now_s)
+        expires_s = _expiry(step, now_s)
+        self._admit(session, Arrived(step, payload, now_us(), later_s, expires_s, looped), now_s)
+
+    def loop(self, session: Session, step: Step, ids: bytes, expires_s: float) -> None:
+        """Take a step of a loop that begins and ends here."""
+        now_s = session.clock()
+        arrived = Arrived(step, memoryview(ids), now_us(), now_s, expires_s, looped=True)
+        self._admit(session, arrived, now_s)
+
+    def _admit(self, session: Session, arrived: Arrived, now_s: float) -> None:
+        step, payload, window = arrived.step, arrived.payload, session.window
         window.arrived()
         window.read(payload.nbytes)
         if (
             session.backlog
-            or delay_s
+            or arrived.not_before_s > now_s
             or not self._payloads.is_quick(step.payload, payload)
             or self._parts.admission.is_away(session.id)
             or not window.try_enter(payload.nbytes)
@@ -130,8 +164,8 @@ class Steps:
                 self._give_up(session, arrived, error)
             backlog.popleft()
 
-    async def _turn(self, session: Session, arrived: Arrived) -> Float[torch.Tensor, "T D"]:
-        """Wait until a step may be computed; its rows."""
+    async def _turn(self, session: Session, arrived: Arrived) -> torch.Tensor:
+        """Wait until a step may be computed; what it carries."""
         now_s = session.clock()
         if arrived.not_before_s > now_s:
             await asyncio.sleep(arrived.not_before_s - now_s)
@@ -168,6 +202,7 @@ class Steps:
         if step.session != session.id:
             raise ProtocolError("the step is of another session than its stream")
         table = check_step(step, session.context)
+        check_looped(step, session.context, looped=arrived.looped)
         self._check_going(session)
         if session.is_last and step.replay and step.until > session.context.terms.span.end:
             raise ProtocolError(f"replay up to block {step.until} came to the last stage")
@@ -175,14 +210,18 @@ class Steps:
             raise DeadlineExceeded(_too_late(step))
         if rows is None:
             rows = self._payloads.decode_now(step.payload, arrived.payload)
-        held.outputs.answered(step.answered)
-        operations = held.book.operations(step)
+        if step.payload.content == "ids":
+            rows = _checked_ids(step, rows, session.context.vocab_size)
+        if step.sampling and session.is_first:  # the last stage would find it out too late
+            choosers(step.sampling, session.context.vocab_size)
+        held.answered(step.answered)
+        entered = Entered(step, table, held.book.operations(step), held.prepare(step))
         taken = held.book.take(step)
         if taken is Taken.NEW:
-            self._submit(session, arrived, table, operations, rows)
+            self._submit(session, arrived, entered, rows)
         elif taken is Taken.EARLIER:
             self._again.add()
-            self._finish(session, arrived, Outcome(held.again(step, table)))
+            self._finish(session, arrived, held.again(step, table))
         else:
             self._repeats.add()
             session.window.leave(arrived.payload.nbytes)
@@ -195,10 +234,10 @@ class Steps:
         if session.held.broken:
             raise StepFailed(f"{session.held.broken}: this stage starts anew in the next epoch")
 
-    def _finish(self, session: Session, arrived: Arrived, outcome: Outcome) -> None:
+    def _finish(self, session: Session, arrived: Arrived, told: Told) -> None:
         finished = Finished(
             arrived.step,
-            outcome,
+            told,
             arrived.payload.nbytes,
             arrived.taken_us,
             0,
@@ -210,22 +249,22 @@ class Steps:
         self,
         session: Session,
         arrived: Arrived,
-        table: PackedTable,
-        operations: Operations,
-        rows: Float[torch.Tensor, "T D"],
+        entered: Entered,
+        rows: Float[torch.Tensor, "T D"] | Int[torch.Tensor, "T"],
     ) -> None:
         step, size, taken_us = arrived.step, arrived.payload.nbytes, arrived.taken_us
+        table, operations = entered.table, entered.operations
         decode_us, expires_s = now_us() - taken_us, arrived.expires_s
         span = session.context.terms.span
         # Of this epoch, whatever the session is in by then: nobody reads an old outbox.
         put, computed = session.outbox.put_nowait, session.held.computed
 
         def done(outcome: Outcome) -> None:
-            told = computed(step, table, operations, outcome)
+            told = computed(entered, outcome)
             put(Finished(step, told, size, taken_us, decode_us, expires_s))
 
         done = self._parts.prefixes.begin_step(session, step, done)
-        session.held.began()
+        session.held.began(entered)
         self._parts.executor.submit(
             StepWork(
                 session=session.id,
@@ -235,6 +274,7 @@ class Steps:
                 table=table,
                 touches=touched(step),
                 operations=None if operations == NO_OPERATIONS else operations,
+                choosers=entered.choosers,
                 rows=rows,
                 wanted=_wanted(session, step),
                 wire_dtype=torch_dtype(session.wire_dtype),
@@ -249,7 +289,18 @@ class Steps:
 def _wanted(session: Session, step: Step) -> Literal["all", "last", "none"]:
     if not session.is_last:
         return "all"
-    return "none" if step.replay else step.want
+    return "none" if step.replay or step.sampling else step.want
+
+
+def _checked_ids(step: Step, ids: torch.Tensor, vocab_size: int) -> Int[torch.Tensor, "T"]:
+    """The ids of a step, `[T, 1]` as they come. Raises RequestError for any that is no token."""
+    low, high = map(int, torch.aminmax(ids))
+    if low < 0 or (vocab_size and high >= vocab_size):
+        raise RequestError(
+            f"step {step.step} carries id {low if low < 0 else high}, the model knows "
+            f"0 to {vocab_size - 1}"
+        )
+    return ids[:, 0]
 
 
 def _expiry(message: Step | Replay, now_s: float) -> float:

@@ -146,9 +146,17 @@ _OPEN_RULES: tuple[Rule[Open, _OpenContext], ...] = (
         lambda m, c: f"a prompt is announced that is longer than max_length {m.max_length}",
     ),
     Rule(
-        lambda m, c: m.ring is not None,
-        Unsupported,
-        lambda m, c: "sampling on the server: this version leaves the head to the client",
+        lambda m, c: m.ring is not None and (m.next is not None or m.start == 0),
+        RequestError,
+        lambda m, c: (
+            f"a ring from blocks {m.start}:{m.end}: only the last stage of several leads "
+            "back to the first"
+        ),
+    ),
+    Rule(
+        lambda m, c: m.stages < 1,
+        RequestError,
+        lambda m, c: "a route of no stages: send how many it has",
     ),
 )
 
@@ -174,6 +182,17 @@ class StepContext:
     terms: Terms
     hidden_size: int
     max_step_tokens: int
+    vocab_size: int = 0
+    """0: not known."""
+
+    @property
+    def takes_ids(self) -> bool:
+        """Whether it is where tokens are embedded."""
+        return self.terms.span.start == 0
+
+    def width(self, step: Step) -> int:
+        """What a row of the step's payload has to have."""
+        return 1 if step.payload.content == "ids" else self.hidden_size
 
 
 _STEP_RULES: tuple[Rule[Step, StepContext], ...] = (
@@ -196,11 +215,6 @@ _STEP_RULES: tuple[Rule[Step, StepContext], ...] = (
         lambda m, c: "steps count from 1",
     ),
     Rule(
-        lambda m, c: m.loop or bool(m.sampling),
-        Unsupported,
-        lambda m, c: f"step {m.step} asks for tokens: this version leaves the head to the client",
-    ),
-    Rule(
         lambda m, c: not m.write_kv or bool(m.operations.accepted),
         Unsupported,
         lambda m, c: (
@@ -218,18 +232,30 @@ _STEP_RULES: tuple[Rule[Step, StepContext], ...] = (
         lambda m, c: f"step {m.step} replays with forks, truncates or a draft tree: send rows only",
     ),
     Rule(
-        lambda m, c: m.payload.content != "rows" or m.payload.dtype == "int32",
-        Unsupported,
+        lambda m, c: m.payload.content == "ids" and not c.takes_ids,
+        RequestError,
         lambda m, c: (
-            f"step {m.step} carries {m.payload.content} of {m.payload.dtype}: "
-            "this version takes rows of floats"
+            f"step {m.step} carries ids to blocks {c.terms.span}: they are for the first stage"
         ),
     ),
     Rule(
-        lambda m, c: m.payload.width != c.hidden_size,
+        lambda m, c: (
+            m.payload.content == "logits"
+            or (m.payload.content == "ids") != (m.payload.dtype == "int32")
+            or (m.payload.content == "ids" and m.payload.codec != "raw")
+        ),
+        Unsupported,
+        lambda m, c: (
+            f"step {m.step} carries {m.payload.content} of {m.payload.dtype}, coded as "
+            f"{m.payload.codec}: send rows of floats, or raw ids of int32"
+        ),
+    ),
+    Rule(
+        lambda m, c: m.payload.width != c.width(m),
         RequestError,
         lambda m, c: (
-            f"step {m.step} carries rows of {m.payload.width}, the model's have {c.hidden_size}"
+            f"step {m.step} carries {m.payload.content} of width {m.payload.width}, "
+            f"theirs is {c.width(m)} here"
         ),
     ),
     Rule(
@@ -245,7 +271,39 @@ _STEP_RULES: tuple[Rule[Step, StepContext], ...] = (
         ProtocolError,
         lambda m, c: f"step {m.step} carries {m.payload.rows} rows for {sum(m.counts)} tokens",
     ),
+    Rule(
+        lambda m, c: bool(m.sampling) and len(m.sampling) != len(m.sequences),
+        RequestError,
+        lambda m, c: (
+            f"step {m.step} has sampling for {len(m.sampling)} of {len(m.sequences)} sequences: "
+            "send one or None for each"
+        ),
+    ),
+    Rule(
+        lambda m, c: (m.loop or bool(m.sampling)) and (m.replay or m.phase == "verify"),
+        Unsupported,
+        lambda m, c: f"step {m.step} replays or verifies, and asks for tokens: send them apart",
+    ),
+    Rule(
+        lambda m, c: m.loop and None in m.sampling,
+        RequestError,
+        lambda m, c: f"step {m.step} loops without sampling for some sequence: send it for all",
+    ),
+    Rule(
+        lambda m, c: m.loop and _longest(m) > c.terms.max_length,
+        RequestError,
+        lambda m, c: (
+            f"step {m.step} may loop up to {_longest(m)} tokens, the session was opened with "
+            f"max_length {c.terms.max_length}"
+        ),
+    ),
 )
+
+
+def _longest(step: Step) -> int:
+    """The most tokens that a sequence can hold at the end of a loop; its last is not fed back."""
+    rows = zip(step.first_positions, step.counts, step.sampling, strict=False)
+    return max((f + c + (s.budget if s else 1) - 1 for f, c, s in rows), default=0)
 
 
 def check_step(message: Step, context: StepContext) -> PackedTable:
@@ -260,6 +318,31 @@ def check_step(message: Step, context: StepContext) -> PackedTable:
         )
     except ValueError as error:
         raise ProtocolError(f"step {message.step}: {error}") from None
+
+
+_LOOPED_RULES: tuple[Rule[Step, StepContext], ...] = (
+    Rule(
+        lambda m, c: not m.loop or bool(m.sampling) or m.replay or m.operations != NO_OPERATIONS,
+        ProtocolError,
+        lambda m, c: f"step {m.step} came from the last stage, and does not just go on in its loop",
+    ),
+    Rule(
+        lambda m, c: m.payload.content != "ids" or m.payload.rows != len(m.sequences),
+        ProtocolError,
+        lambda m, c: f"step {m.step} came from the last stage without one id a sequence",
+    ),
+)
+
+
+def check_looped(message: Step, context: StepContext, *, looped: bool) -> None:
+    """Whether a sound step fits where it comes from: the last stage if `looped`.
+
+    Raises ProtocolError.
+    """
+    if looped:
+        _judge(_LOOPED_RULES, message, context)
+    elif message.loop and not message.sampling and context.takes_ids:
+        raise ProtocolError(f"step {message.step} begins a loop without sampling")
 
 
 def check_replay(message: Replay, context: StepContext, *, is_last: bool) -> PackedTable:

@@ -10,7 +10,7 @@ import torch
 from bloombee.core import PackedTable, Span
 from bloombee.errors import ProtocolError, StepFailed
 from bloombee.protocol.pulse import SLOWEST_BYTES_PER_S, Pulse
-from bloombee.server.holdings import Holdings, Outputs
+from bloombee.server.holdings import Entered, Holdings, Outputs
 from bloombee.server.leases import ORPHAN_S, Lease
 from bloombee.server.tasks import BackgroundTasks
 from bloombee.server.validation import NO_OPERATIONS, StepContext, Terms
@@ -89,13 +89,14 @@ class TestHoldings:
     def test_quiet_once_all_is_computed(self) -> None:
         async def main() -> None:
             held = Holdings(CONTEXT, "float32", is_last=False)
-            held.began()
+            entered = Entered(step(1, {0: (0, 3)}), self.TABLE, NO_OPERATIONS)
+            held.began(entered)
             async with asyncio.TaskGroup() as group:
                 quiet = group.create_task(held.quiet())
                 await asyncio.sleep(0)
                 assert not quiet.done()
                 rows = Outcome(torch.ones(3, 4), compute_us=500)
-                held.computed(step(1, {0: (0, 3)}), self.TABLE, NO_OPERATIONS, rows)
+                held.computed(entered, rows)
             assert held.journal is not None
             assert held.journal.lengths == (3, 0)
 
@@ -103,17 +104,16 @@ class TestHoldings:
 
     def test_a_failed_step_breaks_them(self) -> None:
         held = Holdings(CONTEXT, "float32", is_last=False)
-        held.began()
-        outcome = Outcome(None, StepFailed("bad luck"))
-        held.computed(step(1, {0: (0, 3)}), self.TABLE, NO_OPERATIONS, outcome)
+        entered = Entered(step(1, {0: (0, 3)}), self.TABLE, NO_OPERATIONS)
+        held.began(entered)
+        held.computed(entered, Outcome(None, StepFailed("bad luck")))
         assert held.broken == "step 1 failed (bad luck)"
 
     def test_so_does_a_gap_in_the_journal_and_an_output_that_is_gone(self) -> None:
         held = Holdings(CONTEXT, "float32", is_last=False)
-        held.began()
-        late = PackedTable((0,), (1,), (2,))
-        outcome = Outcome(torch.ones(2, 4))
-        held.computed(step(2, {0: (1, 2)}), late, NO_OPERATIONS, outcome)
+        late = Entered(step(2, {0: (1, 2)}), PackedTable((0,), (1,), (2,)), NO_OPERATIONS)
+        held.began(late)
+        held.computed(late, Outcome(torch.ones(2, 4)))
         assert "a step starts at 1" in held.broken
         last = Holdings(CONTEXT, "float32", is_last=True)
         with pytest.raises(StepFailed, match="step 1 is not held"):
@@ -125,12 +125,14 @@ class TestHoldings:
         held = Holdings(CONTEXT, "float32", is_last=is_last)
         message, rows = step(1, {0: (0, 3)}), torch.arange(12.0).view(3, 4)
         held.book.take(message)
-        held.began()
-        held.computed(message, self.TABLE, NO_OPERATIONS, Outcome(rows))
+        entered = Entered(message, self.TABLE, NO_OPERATIONS)
+        held.began(entered)
+        held.computed(entered, Outcome(rows))
         moved = Holdings(CONTEXT, "float32", is_last=is_last)
         moved.restore(held.carry())
         assert moved.book.export() == held.book.export()
-        assert torch.equal(moved.again(message, self.TABLE), rows)
+        again = moved.again(message, self.TABLE).outcome.rows
+        assert again is not None and torch.equal(again, rows)
         other = Holdings(CONTEXT, "float32", is_last=not is_last)
         with pytest.raises(ProtocolError, match="place in the route"):
             other.restore(held.carry())
@@ -142,9 +144,9 @@ class TestHoldings:
         word = step(2, {0: (3, 1)}, phase="decode")
         for message, us in ((prompt, 300_000), (word, 900_000)):
             held.book.take(message)
-            held.began()
-            outcome = Outcome(torch.zeros(1, 4), compute_us=us)
-            held.computed(message, self.TABLE, NO_OPERATIONS, outcome)
+            entered = Entered(message, self.TABLE, NO_OPERATIONS)
+            held.began(entered)
+            held.computed(entered, Outcome(torch.zeros(1, 4), compute_us=us))
         assert held.replay_s == pytest.approx(0.4)
 
 

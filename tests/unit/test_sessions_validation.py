@@ -16,6 +16,7 @@ from bloombee.server.validation import (
     Offer,
     StepContext,
     Terms,
+    check_looped,
     check_open,
     check_step,
     touched,
@@ -78,7 +79,8 @@ def step(
         ({"max_length": 0}, RequestError, "1 to 100"),
         ({"max_length": 101}, RequestError, "1 to 100"),
         ({"dtype": "int32"}, RequestError, "not int32"),
-        ({"ring": HOP}, Unsupported, "head"),
+        ({"ring": HOP, "next": HOP}, RequestError, "only the last stage of several"),
+        ({"stages": 0}, RequestError, "no stages"),
     ],
 )
 def test_open_is_refused(changes: dict[str, Any], error: type[BloomBeeError], says: str) -> None:
@@ -99,8 +101,11 @@ def test_open_gives_terms_also_for_a_part_of_the_span() -> None:
         ({"epoch": 2}, StaleEpoch, "epoch 2"),
         ({"epoch": 4}, ProtocolError, "open that epoch first"),
         ({"step": 0}, ProtocolError, "from 1"),
-        ({"loop": True}, Unsupported, "head"),
-        ({"sampling": (Sampling(1),)}, Unsupported, "head"),
+        ({"sampling": (Sampling(1),)}, RequestError, "sampling for 1 of 2 sequences"),
+        ({"loop": True, "sampling": (Sampling(1), None)}, RequestError, "for all"),
+        ({"loop": True, "sampling": (Sampling(1), Sampling(51))}, RequestError, "to 51 tokens"),
+        ({"loop": True, "phase": "verify"}, Unsupported, "verifies, and asks for tokens"),
+        ({"sampling": (None, None), "replay": True, "until": 8}, Unsupported, "replays"),
         ({"replay": True, "until": 7}, ProtocolError, "up to block 7 came to a stage of"),
         (
             {"replay": True, "until": 8, "operations": Operations(forks=((1, 0),))},
@@ -109,9 +114,10 @@ def test_open_gives_terms_also_for_a_part_of_the_span() -> None:
         ),
         ({"write_kv": False}, Unsupported, "recomputation"),
         ({"operations": Operations(accepted=((0, (1,)),))}, Unsupported, "acceptance"),
-        ({"payload": Payload("ids", "int32", 2, 16)}, Unsupported, "ids"),
+        ({"payload": Payload("ids", "int32", 2, 1)}, RequestError, "for the first stage"),
         ({"payload": Payload("rows", "int32", 2, 16)}, Unsupported, "int32"),
-        ({"payload": Payload("rows", "float32", 2, 15)}, RequestError, "rows of 15"),
+        ({"payload": Payload("logits", "float32", 2, 16)}, Unsupported, "logits"),
+        ({"payload": Payload("rows", "float32", 2, 15)}, RequestError, "rows of width 15"),
         ({"payload": Payload("rows", "float32", 33, 16)}, RequestError, "at most 32"),
         ({"payload": Payload("rows", "float32", 3, 16)}, ProtocolError, "3 rows for 2 tokens"),
         ({"sequences": (0, 0)}, ProtocolError, "distinct"),
@@ -126,6 +132,47 @@ def test_step_is_refused(changes: dict[str, Any], error: type[BloomBeeError], sa
     with pytest.raises(error, match=says) as caught:
         check_step(message, CONTEXT)
     assert type(caught.value) is error and "\n" not in str(caught.value)
+
+
+FIRST = StepContext(Terms(3, Span(0, 8), 4, 50), hidden_size=16, max_step_tokens=32, vocab_size=9)
+IDS = Payload("ids", "int32", 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "says"),
+    [
+        ({"payload": Payload("ids", "float32", 2, 1)}, Unsupported, "ids of float32"),
+        ({"payload": Payload("ids", "int32", 2, 1, "split")}, Unsupported, "coded as split"),
+        ({"payload": Payload("ids", "int32", 2, 2)}, RequestError, "ids of width 2"),
+        ({"loop": True}, ProtocolError, "begins a loop without sampling"),
+    ],
+)
+def test_ids_are_for_the_first_stage(
+    changes: dict[str, Any], error: type[BloomBeeError], says: str
+) -> None:
+    plain = {"payload": IDS}
+    check_step(step(1, {0: (0, 1), 1: (0, 1)}, **plain), FIRST)
+    message = step(1, {0: (0, 1), 1: (0, 1)}, **(plain | changes))
+    with pytest.raises(error, match=says):
+        check_step(message, FIRST)
+        check_looped(message, FIRST, looped=False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"loop": False}, "does not just go on"),
+        ({"sampling": (Sampling(1), Sampling(1))}, "does not just go on"),
+        ({"operations": Operations(releases=(2,))}, "does not just go on"),
+        ({"payload": Payload("rows", "float32", 2, 16)}, "one id a sequence"),
+    ],
+)
+def test_the_last_stage_sends_nothing_but_loops(changes: dict[str, Any], says: str) -> None:
+    plain = {"payload": IDS, "loop": True}
+    check_looped(step(1, {0: (0, 1), 1: (0, 1)}, **plain), FIRST, looped=True)
+    with pytest.raises(ProtocolError, match=says):
+        message = step(1, {0: (0, 1), 1: (0, 1)}, **(plain | changes))
+        check_looped(message, FIRST, looped=True)
 
 
 def test_an_empty_step_is_refused() -> None:
