@@ -13,7 +13,10 @@ if TYPE_CHECKING:
 
 
 class Fifo:
-    """First come, first served; only a long item is cut, to the budget."""
+    """First come, first served, one a pass; only a long item is cut, to the budget's tokens.
+
+    One alone is never too many `decode_rows`.
+    """
 
     def __init__(self, budget: Budget) -> None:
         self._budget = budget

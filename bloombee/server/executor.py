@@ -125,6 +125,13 @@ class Executor:
         """What `function` returns or raises, run as by `ask`."""
         return await self.ask(function)
 
+    def set_decode_rows(self, rows: int | None) -> None:
+        """At most so many sequences decode in one pass (None: no limit), from the next on.
+
+        Any thread may call it.
+        """
+        self._scheduler.set_decode_rows(rows)
+
     async def free_tokens(self) -> int:
         """Tokens that no session has reserved."""
         return await self.call(lambda pool: pool.free_tokens)

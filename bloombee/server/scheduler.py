@@ -6,18 +6,23 @@ carries out any answer that keeps these invariants (a plain first-come, first-se
 twin lives in the tests):
 
 - the shares hold at most `Budget.tokens`, unless there is one alone that can't be cut;
+- of decode and verify steps together at most `decode_rows` sequences, unless there is one
+  alone, and none of them is cut for that;
 - all shares are on the same span of blocks, and all prompts or all none;
 - an item waits for every earlier item that touches one of its sequences.
 
 Decode and verify steps go first, all that wait together: reading the weights is what
-they cost, and it costs the same for one row as for many. Prompts are bound by
+they cost, and it costs the same for one row as for many. But a stage that merged all
+micro-batches of a pipeline would send them on together, and the next stage would idle
+meanwhile and then merge them too: hence `decode_rows`. Prompts are bound by
 arithmetic, so a token that shared a pass with one would only wait for it. They run in
 passes of their own between the others', and while others decode, in chunks: no token
 waits for more than one chunk.
 
 Nobody starves. Spans take turns; on a span prompts and the rest take turns; decode
-steps run in order of arrival; the prompt of the client that had the fewest prompt
-tokens computed comes first (a client that comes back after a pause does not catch up).
+steps run in order of arrival, as many as fit, the first in any case; the prompt of the
+client that had the fewest prompt tokens computed comes first (a client that comes back
+after a pause does not catch up).
 """
 
 from __future__ import annotations
@@ -56,13 +61,22 @@ class WorkItem:
         """Whether it is computed in passes of prompts."""
         return self.phase is Phase.PREFILL
 
+    @property
+    def rows(self) -> int:
+        """How many sequences a decode or verify step moves on."""
+        return self.tokens if self.phase is Phase.DECODE else len(self.touches)
+
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """`tokens` of one forward pass; `chunk_tokens` of one with prompts while others decode."""
+    """`tokens` of one forward pass; `chunk_tokens` of one with prompts while others decode.
+
+    `decode_rows` are the sequences that one pass of other steps moves on (None: no limit).
+    """
 
     tokens: int
     chunk_tokens: int
+    decode_rows: int | None = None
 
     @classmethod
     def of(cls, tokens: int, chunk_tokens: int) -> Budget:
@@ -114,10 +128,15 @@ class Scheduler:
 
     def __init__(self, budget: Budget) -> None:
         self._budget = budget
+        self._decode_rows = budget.decode_rows
         self._turns: dict[Span, _Turn] = {}
         self._passes = 0
         self._rest_ran = -DECODING_PASSES
         self._service = _Service()
+
+    def set_decode_rows(self, rows: int | None) -> None:
+        """Change `Budget.decode_rows` from the next pass on. Any thread may call it."""
+        self._decode_rows = rows
 
     def next_batch(self, queue: Sequence[WorkItem]) -> tuple[Share, ...]:
         """The shares of the next pass; none only when nothing waits.
@@ -140,7 +159,7 @@ class Scheduler:
             for share in shares:
                 self._service.tokens[share.item.client] += share.tokens
         else:
-            shares = _fill(rest, self._budget.tokens)
+            shares = _fill(_few(rest, self._decode_rows), self._budget.tokens)
             self._rest_ran = self._passes
         self._passes += 1
         turn.at, turn.ran_prompts = self._passes, shares[0].item.is_prompt
@@ -163,6 +182,19 @@ def _ready(queue: Sequence[WorkItem]) -> list[WorkItem]:
             ready.append(item)
         claimed.update(touches)
     return ready
+
+
+def _few(items: Sequence[WorkItem], rows: int | None) -> Sequence[WorkItem]:
+    """Those of `items` that move on so many rows in all, in order; the first in any case."""
+    if rows is None:
+        return items
+    few: list[WorkItem] = []
+    left = rows
+    for item in items:
+        if item.rows <= left or not few:
+            few.append(item)
+            left -= item.rows
+    return few
 
 
 def _fill(items: Sequence[WorkItem], limit: int) -> list[Share]:

@@ -164,6 +164,72 @@ def test_nobody_starves_in_a_flood(flood: str, victim: WorkItem) -> None:
     raise AssertionError("it still waits")
 
 
+def batch(arrival: int, session: SessionId, rows: int) -> WorkItem:
+    return work(arrival, session, Phase.DECODE, rows, range(rows))
+
+
+FEW = [
+    ("no more than asked for", [work(n, touches={n}) for n in range(5)],
+     [[(0, 1), (1, 1)], [(2, 1), (3, 1)], [(4, 1)]]),
+    ("a larger micro-batch goes alone, and whole", [batch(0, A, 9), batch(1, B, 1)],
+     [[(0, 9)], [(1, 1)]]),
+    ("what fits beside it goes along", [batch(0, A, 1), batch(1, B, 2), batch(2, C, 1)],
+     [[(0, 1), (2, 1)], [(1, 2)]]),
+    ("a tree counts as its sequence", [tree(0, A, 9), tree(1, B, 9), work(2, C)],
+     [[(0, 9), (1, 9)], [(2, 1)]]),
+    ("prompts are no matter", [prompt(0, A, 9), prompt(1, B, 9)], [[(0, 9), (1, 9)]]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("queue", "passes"), [c[1:] for c in FEW], ids=[c[0] for c in FEW])
+def test_two_decode_rows_a_pass(queue: list[WorkItem], passes: list[list[tuple[int, int]]]) -> None:
+    assert Bench(Scheduler(replace(BUDGET, decode_rows=2)), queue).drain() == passes
+
+
+def test_decode_rows_change_from_the_next_pass_on() -> None:
+    scheduler = Scheduler(BUDGET)
+    bench = Bench(scheduler, [work(n, touches={n}) for n in range(9)])
+    scheduler.set_decode_rows(2)
+    sizes = [len(bench.run())]
+    scheduler.set_decode_rows(4)
+    sizes.append(len(bench.run()))
+    scheduler.set_decode_rows(None)
+    assert [*sizes, len(bench.run())] == [2, 4, 3]
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    ahead=st.lists(st.integers(1, 8), max_size=12),
+    mine=st.integers(1, 8),
+    flood=st.lists(st.integers(1, 8), min_size=1, max_size=4),
+    limit=st.integers(1, 12),
+    prompts=st.booleans(),
+)
+def test_a_decode_row_waits_for_those_before_it_only(
+    ahead: list[int], mine: int, flood: list[int], limit: int, *, prompts: bool
+) -> None:
+    """Others send as many more before every pass: it waits as long as if they didn't.
+
+    Of the decode passes before its own, any two in a row are of more rows than the limit, or
+    else the first of the second would have gone along.
+    """
+    sizes = [*ahead, mine]
+    queue = [batch(n, SessionId(bytes([n]) * 16), rows) for n, rows in enumerate(sizes)]
+    bench = Bench(Scheduler(replace(BUDGET, decode_rows=limit)), queue)
+    most = 2 * sum(ahead) // (limit + 1) + 2
+    for turn in range(2 * most):
+        first = 100 + turn * 10
+        bench.queue += [
+            batch(first + n, SessionId(bytes([50 + n]) * 16), rows) for n, rows in enumerate(flood)
+        ]
+        if prompts:
+            bench.queue.append(prompt(first + 9, SessionId(bytes([99]) * 16), 64))
+        bench.run()
+        if any(item.arrival == len(ahead) for item in bench.finished):
+            return
+    raise AssertionError("it still waits")
+
+
 items = st.builds(
     lambda session, phase, tokens, touches, span, cut: replace(
         work(0, session, phase, tokens, touches), span=span, divisible=cut or phase is Phase.DECODE
@@ -184,12 +250,12 @@ def _numbered(raw: list[list[WorkItem]]) -> list[list[WorkItem]]:
 
 
 @settings(max_examples=300, deadline=None)
-@given(lives, st.integers(8, 64), st.integers(4, 64))
+@given(lives, st.integers(8, 64), st.integers(4, 64), st.none() | st.integers(1, 8))
 def test_like_the_twin_it_runs_everything_once_and_in_order(
-    raw: list[list[WorkItem]], tokens: int, chunk: int
+    raw: list[list[WorkItem]], tokens: int, chunk: int, rows: int | None
 ) -> None:
     arrivals = _numbered(raw)
-    budget = Budget.of(tokens, chunk)
+    budget = replace(Budget.of(tokens, chunk), decode_rows=rows)
     bench, twin = Bench(Scheduler(budget)), Bench(Fifo(budget))
     for arriving in arrivals:
         for each in (bench, twin):
@@ -200,6 +266,8 @@ def test_like_the_twin_it_runs_everything_once_and_in_order(
         assert spent <= tokens or (len(shares) == 1 and not shares[0].item.divisible)
         assert len({share.item.span for share in shares}) <= 1
         assert len({share.item.is_prompt for share in shares}) <= 1
+        decoding = sum(share.item.rows for share in shares if not share.item.is_prompt)
+        assert rows is None or decoding <= rows or len(shares) == 1
         touched = [(s.item.session, n) for s in shares for n in s.item.touches]
         assert len(set(touched)) == len(touched)
         bench.run()
