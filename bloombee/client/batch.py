@@ -25,8 +25,9 @@ from bloombee.client.split import Want
 from bloombee.core import PackedTable
 from bloombee.errors import RequestError
 
-OpenSession = Callable[[int, int], Coroutine[Any, Any, RemoteSession]]
-"""Opens a session of so many sequences and so many tokens each."""
+Prompts = tuple[tuple[int, ...], ...]
+OpenSession = Callable[[int, int, Prompts], Coroutine[Any, Any, RemoteSession]]
+"""Opens a session of so many sequences and so many tokens each, for these prompts, if known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +157,7 @@ class RemoteBatch:
         """
         rows = self._rows[:: self._sharing]
         needed = max(r.length + n for r, n in zip(rows, packing.counts, strict=True))
-        session = self._session_for(needed)
+        session = self._session_for(needed, self._prompts(packing, tokens, want))
         rows = self._rows[:: self._sharing]  # a new session numbers them anew
         placed = resolve(rows, [session.history.length(s) for s in range(session.terms.sequences)])
         table = _table(placed.rows, packing.counts)
@@ -223,7 +224,16 @@ class RemoteBatch:
         if self._finalizer is not None and self._finalizer.detach() and self.session is not None:
             self._backend.loop.run(self.session.close())
 
-    def _session_for(self, needed: int) -> RemoteSession:
+    def _prompts(self, packing: Packing, tokens: Tokens, want: Want) -> Prompts:
+        """What a session that begins with these tokens is opened for: servers may know them."""
+        if tokens.ids is None or want != "last" or (self.session and self.session.entered):
+            return ()
+        prompts: list[tuple[int, ...]] = [()] * self.rows
+        parts = tokens.ids.split(list(packing.counts))
+        prompts[:: self._sharing] = [tuple(part.tolist()) for part in parts]
+        return tuple(prompts)
+
+    def _session_for(self, needed: int, prompts: Prompts) -> RemoteSession:
         """The session, opened or replaced by one that takes `needed` tokens a row."""
         if self._closed:
             raise RequestError("the session was closed: start another")
@@ -233,15 +243,20 @@ class RemoteBatch:
                 f"a row would hold {needed} tokens, the session was opened for {limit}: "
                 f"open it with max_length={needed} or more"
             )
-        if self.session is None:
-            return self._adopt(max(needed, limit))
+        session = self.session
+        if session is not None and not session.entered and session.terms.prompts != prompts:
+            self._end_session()  # nothing is lost, but its servers count on another prompt
+            session = self.session = None
+        if session is None:
+            self._rows = [Row(index, 0) for index in range(self.rows)]
+            return self._adopt(max(needed, limit), prompts)
         if needed <= limit:
-            return self.session if self.session.is_open else self._move(limit)
+            return session if session.is_open else self._move(limit)
         return self._move(max(needed, min(2 * limit, self._backend.max_length)))
 
-    def _adopt(self, max_length: int) -> RemoteSession:
+    def _adopt(self, max_length: int, prompts: Prompts = ()) -> RemoteSession:
         loop = self._backend.loop
-        opening = self._backend.open_session(len(self._rows), max_length)
+        opening = self._backend.open_session(len(self._rows), max_length, prompts)
         self.session = loop.run(opening, undo=RemoteSession.close)
         self._finalizer = weakref.finalize(self, _abandon, loop, self.session)
         return self.session

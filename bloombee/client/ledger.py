@@ -15,7 +15,7 @@ from itertools import islice
 
 from bloombee.client.split import Part
 from bloombee.compression import Buffer
-from bloombee.protocol.messages import Operations, Output, Payload, Step
+from bloombee.protocol.messages import ADOPTED_STEP, Operations, Output, Payload, Step
 
 NO_OPERATIONS = Operations()
 Answer = tuple[Output, memoryview]
@@ -103,6 +103,14 @@ class Ledger:
         """The next number of the session's common counter."""
         self.numbered += 1
         return self.numbered
+
+    def expect_adoption(self) -> None:
+        """Stages may begin with what they kept: that takes the first number."""
+        self.numbered = ADOPTED_STEP
+
+    def adopt(self, held: Sequence[int]) -> None:
+        """Every stage holds so many tokens of each sequence before the first step."""
+        self.newest = [ADOPTED_STEP if length else 0 for length in held]
 
     def enter(self, step: PendingStep) -> None:
         """Count a step as pending."""

@@ -256,7 +256,9 @@ class DistributedModelForCausalLM(RemoteGenerationMixin, PreTrainedModel):
                 f"({self.source.max_length}): shorten the prompt or max_new_tokens"
             )
 
-    def _opening(self, sequences: int, max_length: int) -> Coroutine[Any, Any, RemoteSession]:
+    def _opening(
+        self, sequences: int, max_length: int, prompts: tuple[tuple[int, ...], ...] = ()
+    ) -> Coroutine[Any, Any, RemoteSession]:
         self.check_length(max_length)
         terms = SessionTerms(
             self.source.fingerprint,
@@ -265,6 +267,7 @@ class DistributedModelForCausalLM(RemoteGenerationMixin, PreTrainedModel):
             self.source.hidden_size,
             WIRE_DTYPES[self.dtype],
             self.source.whole_prompts,
+            prompts,
         )
         return self._open(terms, self.left_s() or self.request_s)
 

@@ -14,7 +14,7 @@ from bloombee.client.terms import SessionTerms
 from bloombee.core import PeerId
 from bloombee.core.identifiers import SESSION_ID_BYTES
 from bloombee.errors import BloomBeeError
-from bloombee.protocol.messages import Open
+from bloombee.protocol.messages import Chain, Open
 
 
 class StageFailure(Exception):  # noqa: N818 - never leaves the client package
@@ -41,7 +41,7 @@ class Opening:
     Seats in `resumed` keep what they hold, all others start empty. A seat may queue
     for KV up to `wait_s`, those of peers in `full` only if there are any; with `in_turn` one
     after the other, in order of their peers: so that no two clients hold what the
-    other waits for.
+    other waits for. `prefixes` announce the prompts of a new session.
     """
 
     terms: SessionTerms
@@ -50,6 +50,7 @@ class Opening:
     wait_s: float = 0.0
     full: frozenset[PeerId] = field(default_factory=frozenset[PeerId])
     in_turn: bool = False
+    prefixes: tuple[Chain, ...] = ()
 
 
 async def dial(
@@ -125,4 +126,5 @@ def _message(circuit: Circuit, index: int, opening: Opening, secret: bytes) -> O
         resume=seat in opening.resumed,
         wait_s=opening.wait_s if queues else 0.0,
         source=seat.source,
+        prefixes=opening.prefixes,
     )

@@ -30,6 +30,7 @@ from bloombee.client.ledger import NO_OPERATIONS, Answer, Ledger, PendingStep, S
 from bloombee.client.moving import PAUSE_S, Moving
 from bloombee.client.opening import Opening, StageFailure, dial, open_seats
 from bloombee.client.payloads import decode_rows, encode_rows
+from bloombee.client.prefixes import Beginning, chains
 from bloombee.client.recovery import Recoverer
 from bloombee.client.replay import EmbedEntries, Past, send
 from bloombee.client.spares import Spares
@@ -83,6 +84,8 @@ class RemoteSession:
         self._moving = Moving(self._circuit, around, terms)
         self._background: list[asyncio.Task[None]] = []
         self._closed: asyncio.Event | None = None
+        self._prefixes = chains(terms) if self._settings.reuse_prompts else ()
+        self._beginning = Beginning(self._circuit, terms) if self._prefixes else None
 
     async def open(self, wait_s: float = 0.0) -> None:
         """Reach all stages and reserve on each; where KV is short, queue for it up to `wait_s`.
@@ -98,6 +101,7 @@ class RemoteSession:
                     open_s=settings.open_s / 2,  # there is time for another attempt
                     wait_s=wait_s,
                     in_turn=wait_s > 0,
+                    prefixes=self._prefixes,
                 )
                 self._run(keep_alive(circuit, settings))
                 refusals = await open_seats(circuit, opening)
@@ -219,9 +223,14 @@ class RemoteSession:
         phase: StepPhase,
     ) -> list[PendingStep]:
         """Write a step into the books, cut to parts; nothing is sent yet."""
+        if (beginning := self._beginning) is not None:
+            beginning.check(table, entries)
         self.history.apply(operations)
         self.history.append(table, entries)
         self.entered += 1
+        if beginning is not None:
+            rows, table, operations = beginning.first(rows, table, operations)
+            self._beginning = None
         steps: list[PendingStep] = []
         for part in split(table, want, self._part_tokens(table.tokens, phase)):
             payload, content = encode_rows(

@@ -13,6 +13,7 @@ class SessionTerms:
     """What a session reserves, and the rows that travel in it: `[T, hidden_size]` of `dtype`.
 
     With `whole_prompts` no step is split: the model rotates by the length of the call.
+    `prompts`, if given, are those that the first step is going to bring, of each sequence.
     """
 
     fingerprint: str
@@ -21,6 +22,7 @@ class SessionTerms:
     hidden_size: int
     dtype: WireDtype
     whole_prompts: bool = False
+    prompts: tuple[tuple[int, ...], ...] = ()
 
     @property
     def row_bytes(self) -> int:

@@ -50,12 +50,14 @@ class Traffic:
     """Counts of one session, on all streams that the client had for it; grows while it runs.
 
     `traces` holds a `StepTrace` for every step when the settings ask for `trace`,
-    `recoveries` every recovery.
+    `recoveries` every recovery, `adopted` for each sequence whose prompt was announced how
+    many tokens of it all stages had kept of earlier sessions.
     """
 
     streams: list[StreamCounters] = field(default_factory=list)
     traces: list[StepTrace] = field(default_factory=list)
     recoveries: list[Recovery] = field(default_factory=list)
+    adopted: list[int] = field(default_factory=list)
 
     @property
     def bytes_sent(self) -> int:

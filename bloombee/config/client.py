@@ -72,6 +72,10 @@ class ClientSettings(Settings):
         default="raw",
         description="how rows are sent to the first stage: raw, or split (lossless compression)",
     )
+    reuse_prompts: bool = Field(
+        default=True,
+        description="let servers keep the beginnings of prompts, and begin with those they kept",
+    )
     trace: bool = Field(
         default=False, description="ask every stage where each step's time went (model.traffic)"
     )
