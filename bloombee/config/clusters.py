@@ -9,17 +9,16 @@ from __future__ import annotations
 from functools import cache
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
-from pydantic import Field, TypeAdapter, ValidationError, model_validator
+from pydantic import Field, model_validator
 
 from bloombee.config.base import Settings
 from bloombee.config.files import config_path, read_yaml
+from bloombee.config.nested import validate_nested
 from bloombee.config.validation import nearest
 from bloombee.errors import SettingsError
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    from pydantic_core import ErrorDetails
 
 Entry = TypeVar("Entry", bound=Settings)
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -150,7 +149,7 @@ class ClusterFile(Settings):
 
 def read_cluster(path: Path) -> ClusterFile:
     """The cluster in a file. Raises SettingsError: the file, the key, what is wrong with it."""
-    found = _validate(ClusterFile, read_yaml(path), str(path))
+    found = validate_nested(ClusterFile, read_yaml(path), str(path))
     for machine in found.machines:
         _known(machine.device, devices(), f"{path}: machines: {machine.name}: device")
     _known(found.client.device, devices(), f"{path}: client: device")
@@ -180,43 +179,9 @@ def codecs() -> dict[str, CodecFacts]:
 def _table(model: type[Entry], name: str) -> dict[str, Entry]:
     path = config_path("planner", name)
     return {
-        key: _validate(model, value, f"{path}: {key}") for key, value in read_yaml(path).items()
+        key: validate_nested(model, value, f"{path}: {key}")
+        for key, value in read_yaml(path).items()
     }
-
-
-def _validate(model: type[Entry], value: object, where: str) -> Entry:
-    try:
-        return TypeAdapter(model).validate_python(value)
-    except ValidationError as error:
-        # A misspelt key is also a missing one: the misspelling tells more.
-        found = sorted(
-            error.errors(include_url=False), key=lambda e: e["type"] != "extra_forbidden"
-        )
-        raise SettingsError(f"{where}{_told(model, found[0])}") from error
-
-
-def _told(model: type[Settings], detail: ErrorDetails) -> str:
-    """`: machines[1].device: is required` and the like."""
-    place = "".join(
-        f"[{part}]" if isinstance(part, int) else f".{part}" for part in detail["loc"]
-    ).removeprefix(".")
-    at = f": {place}" if place else ""
-    if detail["type"] == "missing":
-        return f"{at} is required"
-    if detail["type"] == "extra_forbidden":
-        key = str(detail["loc"][-1])
-        parent = at.removesuffix(key).rstrip(".: ")
-        return f"{parent}: unknown key {key}{nearest(key, _keys(model, detail['loc']))}"
-    message = detail["msg"].removeprefix("Value error, ").replace("Input should be", "should be")
-    got = "" if detail["type"] == "value_error" else f", got {detail['input']!r}"
-    return f"{at}: {message.partition(', unable to parse')[0]}{got if len(got) < 70 else ''}"
-
-
-def _keys(model: type[Settings], place: tuple[int | str, ...]) -> list[str]:
-    """The keys that exist where an unknown one was found."""
-    nested: dict[str, type[Settings]] = {"machines": Machine, "client": ClientPlace, "links": Link}
-    here = nested.get(str(place[0]), model) if len(place) > 1 else model
-    return [field.alias or name for name, field in here.model_fields.items()]
 
 
 def _known(name: str, table: dict[str, Entry], where: str) -> None:
