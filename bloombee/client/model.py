@@ -26,6 +26,7 @@ from bloombee.client.cache import RemoteCache
 from bloombee.client.inputs import Inputs, check_ids, check_positions, read_inputs
 from bloombee.client.links import deadline
 from bloombee.client.loop import LoopThread
+from bloombee.client.many import ManyPromptsMixin
 from bloombee.client.model_generation import RemoteGenerationMixin
 from bloombee.client.packing import Packing
 from bloombee.client.payloads import WIRE_DTYPES
@@ -47,7 +48,7 @@ class Computed:
     states: Float[torch.Tensor, "B S N"]
 
 
-class DistributedModelForCausalLM(RemoteGenerationMixin, PreTrainedModel):
+class DistributedModelForCausalLM(ManyPromptsMixin, RemoteGenerationMixin, PreTrainedModel):
     """A causal language model whose blocks are computed by a swarm.
 
     Made by `AutoDistributedModelForCausalLM.from_pretrained`. Use it as you would a
