@@ -73,7 +73,7 @@ def disturbing(other: ClientProcess, prompt_tokens: int) -> Iterator[list[float]
 
 def main() -> int:
     """Measure and print; 1 when a target is missed."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--clients", type=int, default=16)

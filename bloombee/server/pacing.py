@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -36,21 +35,25 @@ class Pass(msgspec.Struct, frozen=True, array_like=True):
     prompt_tokens: int
 
 
-@dataclass(slots=True)
 class Diary:
-    """The passes of one server, written to `file` as JSON lines when it ends."""
+    """Writes the passes of one server to `file`, as JSON lines, as they end."""
 
-    file: Path
-    passes: list[Pass] = field(default_factory=list[Pass])
+    def __init__(self, file: Path) -> None:
+        self._file = file.open("wb", buffering=0)
 
-    def write(self) -> None:
-        """Write all passes, in order. Raises OSError."""
-        self.file.write_bytes(b"".join(msgspec.json.encode(each) + b"\n" for each in self.passes))
+    def note(self, entry: Pass) -> None:
+        """Write one pass. Raises OSError."""
+        self._file.write(msgspec.json.encode(entry) + b"\n")
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
 
 
 def read_diary(file: Path) -> list[Pass]:
-    """The passes in a file that `Diary.write` made."""
-    return [msgspec.json.decode(line, type=Pass) for line in file.read_bytes().splitlines()]
+    """The passes in a file that a `Diary` writes, those that were written so far."""
+    whole = file.read_bytes().rpartition(b"\n")[0]
+    return [msgspec.json.decode(line, type=Pass) for line in whole.splitlines()]
 
 
 class PacedExecutor(Executor):
@@ -71,10 +74,10 @@ class PacedExecutor(Executor):
         self._never = threading.Event()
 
     async def stop(self, deadline_s: float) -> None:
-        """As `Executor.stop`; the diary is written then. Raises OSError when it can't be."""
+        """As `Executor.stop`."""
         await super().stop(deadline_s)
         if self._diary is not None:
-            self._diary.write()
+            self._diary.close()
 
     def _compute(self, runs: Sequence[Run]) -> list[Failure]:
         started_us, began_us = now_us(), cpu_us()
@@ -87,5 +90,5 @@ class PacedExecutor(Executor):
             self._never.wait(left_us / 1e6)
         if self._diary is not None:
             entry = Pass(started_us, now_us(), needed_us, len(runs), rest, prompts)
-            self._diary.passes.append(entry)
+            self._diary.note(entry)
         return failures
