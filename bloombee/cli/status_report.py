@@ -38,6 +38,7 @@ class ServerStatus:
     """One line of the table. What only the server tells is None when it wasn't reached.
 
     Of its `sessions` some are `parked`, their KV set aside; others wait for KV (`waiting`).
+    Kept prompts take `prefix_bytes`, and saved `prefix_hits` sequences that many tokens.
     """
 
     peer: str
@@ -49,6 +50,9 @@ class ServerStatus:
     sessions: int | None
     waiting: int | None
     parked: int | None
+    prefix_bytes: int | None
+    prefix_hits: int | None
+    prefix_tokens_saved: int | None
     max_length: int
     throughput_tokens_per_s: float
     version: str
@@ -126,6 +130,9 @@ def _server(record: ServerRecord, answer: Answer | None, now_s: float) -> Server
         sessions=None if said is None else said.sessions,
         waiting=None if said is None else said.waiting,
         parked=None if said is None else said.parked,
+        prefix_bytes=None if said is None else said.prefix_bytes,
+        prefix_hits=None if said is None else said.prefix_hits,
+        prefix_tokens_saved=None if said is None else said.prefix_tokens_saved,
         max_length=record.max_length,
         throughput_tokens_per_s=record.throughput_tokens_per_s,
         version=record.version,
@@ -175,7 +182,7 @@ def render(status: SwarmStatus) -> RenderableType:
     """The status for a terminal."""
     parts: list[RenderableType] = []
     for model in status.models:
-        parts += [_heading(model), _table(model), Text()]
+        parts += [_heading(model), _table(model), *_kept_prompts(model), Text()]
     if not status.models:
         parts.append(Text("no model is served in this swarm yet"))
     parts += [Text(f"warning: {warning}", style="yellow") for warning in status.warnings]
@@ -222,6 +229,20 @@ def _sessions(server: ServerStatus) -> str:
         if count
     ]
     return f"{server.sessions} ({', '.join(apart)})" if apart else str(server.sessions)
+
+
+def _kept_prompts(model: ModelStatus) -> list[Text]:
+    """A line for each server that keeps prompts."""
+    return [
+        Text(
+            f"{server.peer[-8:]} keeps {server.prefix_bytes / 1e6:,.1f} MB of prompts: "
+            f"{server.prefix_tokens_saved or 0:,} tokens saved in {server.prefix_hits or 0:,} "
+            "sequences",
+            style="dim",
+        )
+        for server in model.servers
+        if server.prefix_bytes
+    ]
 
 
 def _table(model: ModelStatus) -> Table:

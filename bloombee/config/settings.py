@@ -138,6 +138,16 @@ class ServerSettings(ListenSettings):
         ge=0,
         description="host memory for the KV of sessions that lost their place",
     )
+    prefix_bytes: Annotated[int, Field(ge=0)] | Literal["auto"] = Field(
+        default="auto",
+        description="host memory for prompts kept, so that sessions that begin alike need not "
+        "compute them again; auto is up to a quarter of the KV's size; 0 keeps none",
+    )
+    share_prefixes: bool = Field(
+        default=False,
+        description="let clients begin with prompts of other clients: only where all of them "
+        "are trusted, since one that lies about its tokens changes the answers of others",
+    )
     lease_s: float = Field(
         default=30.0,
         gt=0,

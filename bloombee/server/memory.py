@@ -8,6 +8,8 @@ shared with the rest of the machine; `MOST_TOKENS` at most. Each token of KV com
 a row of the journal, which lies on the host: on a CPU that is the same memory, beside
 an accelerator it is counted against the host's. KV of parked sessions lies on the
 host too, and takes at most what is left there beside the journals of those sessions.
+Prompts that are kept for later sessions get of the rest; with `auto` a quarter of it,
+and of the KV's size, at most.
 Pure arithmetic.
 """
 
@@ -19,6 +21,7 @@ from bloombee.errors import SettingsError
 
 RESERVE_BYTES = 256 << 20
 RESERVE_SHARE = 10
+PREFIX_SHARE = 4
 ROOM_TOKENS = 16_384
 MOST_TOKENS = 1 << 20
 
@@ -68,19 +71,29 @@ class Memory:
         none = self.bytes_of(0, kv_tokens)
         return max(0, self.usable_bytes - none) // (self.bytes_of(1, kv_tokens) - none)
 
-    def park_room_bytes(self, blocks: int, kv_tokens: int) -> int:
-        """For KV that is set aside on the host: each token of it keeps its row of the journal."""
+    def host_left_bytes(self, blocks: int, kv_tokens: int) -> int:
+        """What is left on the host beside blocks, KV and journal, as far as these lie there."""
         taken = self.bytes_of(blocks, kv_tokens)
         if not self.is_shared:
             taken = kv_tokens * self.journal_bytes_per_token
-        left = max(0, self.usable_host_bytes - taken)
+        return max(0, self.usable_host_bytes - taken)
+
+    def park_room_bytes(self, blocks: int, kv_tokens: int) -> int:
+        """For KV that is set aside on the host: each token of it keeps its row of the journal."""
         kv = blocks * self.kv_bytes_per_token_and_block
+        left = self.host_left_bytes(blocks, kv_tokens)
         return left * kv // (kv + self.journal_bytes_per_token)
+
+    def prefix_room_bytes(self, blocks: int, kv_tokens: int, park_bytes: int) -> int:
+        """For prompts that are kept, beside `park_bytes` of KV set aside and its journal."""
+        kv = blocks * self.kv_bytes_per_token_and_block
+        parked = park_bytes * (kv + self.journal_bytes_per_token) // kv
+        return max(0, self.host_left_bytes(blocks, kv_tokens) - parked)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
-    """What a server is going to take, at most: a journal and parked sessions grow with use."""
+    """What a server is going to take, at most: all but blocks and KV grow with use."""
 
     device: str
     blocks: int
@@ -89,12 +102,14 @@ class MemoryPlan:
     kv_bytes: int
     journal_bytes: int
     park_bytes: int
+    prefix_bytes: int
     free_bytes: int
 
     def __str__(self) -> str:
         on_host = (
             f"{'' if self.device == 'cpu' else 'on the host '}journal up to "
-            f"{size(self.journal_bytes)} and parked sessions up to {size(self.park_bytes)}"
+            f"{size(self.journal_bytes)}, parked sessions up to {size(self.park_bytes)} "
+            f"and kept prompts up to {size(self.prefix_bytes)}"
         )
         return (
             f"memory on {self.device}: {self.blocks} blocks {size(self.weight_bytes)}, "
@@ -110,10 +125,12 @@ def plan_memory(
     wanted_blocks: int | None,
     kv_tokens: int | None,
     park_bytes: int = 0,
+    prefix_bytes: int | None = 0,
 ) -> MemoryPlan:
     """Blocks and KV of a server of a model with `num_blocks`; None means: as many as fit.
 
-    Of `park_bytes` for parked sessions it takes what is left of the host.
+    Of `park_bytes` for parked sessions, then of `prefix_bytes` for kept prompts, it takes
+    what is left of the host.
     Raises SettingsError when not even that fits, naming what would, and for more
     blocks than the model has.
     """
@@ -133,14 +150,20 @@ def plan_memory(
     tokens = kv_tokens or _auto_tokens(memory, blocks)
     if tokens * memory.journal_bytes_per_token > memory.usable_host_bytes:
         raise SettingsError(_no_room_for_journal(memory, tokens))
+    park_bytes = min(park_bytes, memory.park_room_bytes(blocks, tokens))
+    kv_bytes = tokens * blocks * memory.kv_bytes_per_token_and_block
+    prefix_room = memory.prefix_room_bytes(blocks, tokens, park_bytes)
+    if prefix_bytes is None:
+        prefix_bytes = min(kv_bytes, prefix_room) // PREFIX_SHARE
     return MemoryPlan(
         device=memory.device,
         blocks=blocks,
         weight_bytes=blocks * memory.largest_block_bytes,
         kv_tokens=tokens,
-        kv_bytes=tokens * blocks * memory.kv_bytes_per_token_and_block,
+        kv_bytes=kv_bytes,
         journal_bytes=tokens * memory.journal_bytes_per_token,
-        park_bytes=min(park_bytes, memory.park_room_bytes(blocks, tokens)),
+        park_bytes=park_bytes,
+        prefix_bytes=min(prefix_bytes, prefix_room),
         free_bytes=memory.free_bytes,
     )
 

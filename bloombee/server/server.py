@@ -194,6 +194,7 @@ def _open(settings: ServerSettings) -> Opened:
         wanted_blocks=wanted_blocks(settings),
         kv_tokens=None if settings.kv_tokens == "auto" else settings.kv_tokens,
         park_bytes=settings.park_bytes,
+        prefix_bytes=None if settings.prefix_bytes == "auto" else settings.prefix_bytes,
     )
     return Opened(
         source=source,
@@ -279,6 +280,8 @@ def _stage(
                 lease_s=settings.lease_s,
                 park_idle_s=settings.park_idle_s,
                 park_bytes=opened.memory.park_bytes,
+                prefix_bytes=opened.memory.prefix_bytes,
+                share_prefixes=settings.share_prefixes,
                 max_step_tokens=min(in_frame, MAX_STEP_TOKENS),
                 max_messages_per_s=settings.max_requests_per_s,
             ),

@@ -59,7 +59,8 @@ async def answer_describe(stream: Stream, identity: Identity, certificate_hash: 
         Description(
             peer=identity.peer_id, version="test", model="tiny", fingerprint=FINGERPRINT,
             start=0, end=10, dtype="float32", device="cpu", kv_tokens=1000, free_tokens=321,
-            sessions=2, steps=7, uptime_s=1.5, waiting=3, parked=1,
+            sessions=2, steps=7, uptime_s=1.5, waiting=3, parked=1, prefix_bytes=2_500_000,
+            prefix_hits=4, prefix_tokens_saved=1_024,
         )
     )  # fmt: skip
     await connection.receive(5)  # until the other side closes

@@ -71,6 +71,7 @@ def test_the_table_shows_gaps_and_unreachable_servers(
     assert "1" * 20 + "." * 10 in output
     words = output.split()
     assert "2 (1 parked, 3 waiting)" in output
+    assert "keeps 2.5 MB of prompts: 1,024 tokens saved in 4 sequences" in " ".join(words)
     assert "321/1,000" in words and "?/1,000" in words
     assert "different versions" in output
     assert f"{node.peer_id[-8:]} (127.0.0.1:9) can't be asked" in output

@@ -82,15 +82,20 @@ def test_what_does_not_fit_is_refused(
 
 def test_it_prints_in_one_line() -> None:
     plan = plan_memory(
-        memory(journal=2000), num_blocks=8, wanted_blocks=8, kv_tokens=1000, park_bytes=GB
+        memory(journal=2000),
+        num_blocks=8,
+        wanted_blocks=8,
+        kv_tokens=1000,
+        park_bytes=GB,
+        prefix_bytes=None,
     )
     assert str(plan) == (
-        "memory on cpu: 8 blocks 800.0 MB, KV of 1,000 tokens 80.0 MB, journal up to 2.0 MB "
-        "and parked sessions up to 1.0 GB, 10.0 GB free before"
+        "memory on cpu: 8 blocks 800.0 MB, KV of 1,000 tokens 80.0 MB, journal up to 2.0 MB, "
+        "parked sessions up to 1.0 GB and kept prompts up to 20.0 MB, 10.0 GB free before"
     )
     other = memory(device="cuda:0", journal=2000)
     plan = plan_memory(other, num_blocks=8, wanted_blocks=8, kv_tokens=1000)
-    assert "80.0 MB, on the host journal up to 2.0 MB and parked" in str(plan)
+    assert "80.0 MB, on the host journal up to 2.0 MB, parked" in str(plan)
 
 
 USABLE = 10 * GB - RESERVE_BYTES - GB
@@ -132,6 +137,37 @@ class TestJournal:
         cuda = memory(device="cuda:0", journal=50_000, host=3 * GB)
         left = 3 * GB - RESERVE_BYTES - 3 * GB // 10 - 1000 * 50_000
         assert parked(cuda, 1000) == left * 2 // 3
+
+
+class TestKeptPrompts:
+    @staticmethod
+    def room(where: Memory, *, asked: int | None, parked: int = 0, kv_tokens: int = 1000) -> int:
+        return plan_memory(
+            where,
+            num_blocks=80,
+            wanted_blocks=10,
+            kv_tokens=kv_tokens,
+            park_bytes=parked,
+            prefix_bytes=asked,
+        ).prefix_bytes
+
+    def test_auto_is_a_quarter_of_the_kv(self) -> None:
+        assert self.room(memory(), asked=None) == 1000 * 100_000 // 4
+        assert self.room(memory(), asked=0) == 0
+
+    def test_or_of_what_is_left_beside_parked_sessions_and_their_rows(self) -> None:
+        where = memory(journal=50_000)
+        left = USABLE - GB - 40_000 * 150_000
+        assert self.room(where, asked=None, kv_tokens=40_000) == left // 4
+        assert self.room(where, asked=10 * GB, kv_tokens=40_000) == left
+        parked = GB // 2
+        found = self.room(where, asked=10 * GB, parked=parked, kv_tokens=40_000)
+        assert found == left - parked * 3 // 2
+        assert self.room(where, asked=GB, parked=8 * GB, kv_tokens=40_000) <= 1
+
+    def test_beside_an_accelerator_they_lie_on_the_host(self) -> None:
+        cuda = memory(device="cuda:0", host=3 * GB)
+        assert self.room(cuda, asked=9 * GB) == 3 * GB - RESERVE_BYTES - 3 * GB // 10
 
 
 def test_sizes() -> None:
