@@ -2,8 +2,10 @@
 
 Bit for bit what its list of processors makes of the row, in its order: bias, repetition
 penalty, (presence and frequency, which it lacks, as OpenAI defines them), least length,
-and for sampling temperature, top-k, top-p, min-p. Top-p is decided among the likeliest tokens
-where rounding can't matter: sorting a vocabulary of 49,152 takes 3.3 ms.
+and for sampling temperature, top-k, top-p, min-p.
+
+Vocabulary of 49,152, one core, us a row, drawing included: temperature 310, top-k 530,
+top-p 560, min-p 470; without sampling, bias 70, log-probabilities 140; plain greedy 35.
 """
 
 from __future__ import annotations
@@ -11,14 +13,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 from jaxtyping import Float
 
 from bloombee.protocol.messages import Sampling
-
-LIKELIEST = (64, 1024)
-ROUNDING = 2e-5
-"""Sums of probabilities in float32, in any order, differ by less (3e-6 seen)."""
 
 Scores = Float[torch.Tensor, "V"]
 
@@ -98,24 +97,13 @@ def _penalised(
 
 def _top_p(scores: Scores, top_p: float) -> Scores:
     """Keep the fewest likeliest tokens that together reach `top_p`, at least one."""
-    for count in LIKELIEST:
-        if count < len(scores):
-            least = _least_kept(scores, top_p, count)
-            if least is not None:
-                return scores.masked_fill(scores < least, -math.inf)
-    ascending, order = torch.sort(scores)
+    # numpy sorts the 49,152 scores of a vocabulary in 0.1 ms, torch in 3.3.
+    ascending = torch.from_numpy(np.sort(scores.numpy()))
     removed = ascending.softmax(-1).cumsum(-1) <= 1 - top_p
     removed[-1] = False
+    count = int(removed.sum())
+    if count == 0 or ascending[count - 1] < ascending[count]:
+        return scores.masked_fill(scores < ascending[count], -math.inf)
+    # Of equal scores at the border some go: those that torch's order says.
+    order = torch.sort(scores)[1]
     return scores.masked_fill(torch.empty_like(removed).scatter(0, order, removed), -math.inf)
-
-
-def _least_kept(scores: Scores, top_p: float, count: int) -> float | None:
-    """The lowest score to keep, if the `count` likeliest settle it beyond doubt."""
-    best, places = torch.topk(scores, count)
-    chances = scores.softmax(-1)[places].double()
-    above = chances.cumsum(-1) - chances  # a token is kept if those above don't reach top_p
-    kept = int((above < top_p).sum())
-    if kept == count or (above - top_p).abs().min() < ROUNDING:
-        return None
-    kept = max(kept, 1)
-    return None if best[kept] == best[kept - 1] else float(best[kept - 1])
