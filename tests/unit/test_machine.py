@@ -25,6 +25,7 @@ MESSAGES: tuple[m.AnyMessage, ...] = (
     m.Closed(SESSION),
     m.Beat(SESSION, 1),
     m.Leaving(SESSION, 0, 1.0, 1.0),
+    m.Standby(SESSION, m.Hop("peer", "here", b"")),
     m.Step(SESSION, 0, 1, "decode", (0,), (0,), (1,), PAYLOAD),
     m.Replay(SESSION, 1, 1, (0,), (0,), (1,), 2, 0),
     m.Output(SESSION, 0, 1, PAYLOAD),
@@ -93,6 +94,10 @@ STORIES = {
     ),
     "a hand-over": ("<Challenge >Hello >Fetch <Pages <Pages <HandedOver", State.GREETED),
     "a refused hand-over": ("<Challenge >Hello >Fetch <Failed >Describe", State.ASKED),
+    "a spare of the next stage": (
+        "<Challenge >Hello >Open <Opened >Standby >Open >Standby <Opened",
+        State.SESSION,
+    ),
     "a stage that leaves": ("<Challenge >Hello >Open <Opened <Leaving >Close <Closed", State.OVER),
     "a hop": ("<Challenge >Hello >Attach <Attached >Step <Acknowledged >Step <Failed", State.HOP),
     "a question": ("<Challenge >Hello >Describe <Description >Describe", State.ASKED),
