@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Shaped
 
 from bloombee import compression
 from bloombee.protocol.messages import Payload, WireDtype
@@ -48,12 +48,12 @@ class Payloads:
         """Whether decoding it costs next to nothing."""
         return _is_quick(payload.codec, body.nbytes)
 
-    def decode_now(self, payload: Payload, body: memoryview) -> Float[torch.Tensor, "T D"]:
+    def decode_now(self, payload: Payload, body: memoryview) -> Shaped[torch.Tensor, "T W"]:
         """As `decode`, for what is quick."""
         return compression.decode(body, payload.codec, payload.dtype, payload.rows, payload.width)
 
-    async def decode(self, payload: Payload, body: memoryview) -> Float[torch.Tensor, "T D"]:
-        """The rows that `payload` describes; they may share memory with `body`.
+    async def decode(self, payload: Payload, body: memoryview) -> Shaped[torch.Tensor, "T W"]:
+        """The rows or ids that `payload` describes; they may share memory with `body`.
 
         Raises ProtocolError when they don't fit, Unsupported for an unknown codec.
         """
