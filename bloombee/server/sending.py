@@ -214,7 +214,10 @@ class Sending:
     async def _push(
         self, session: Session, onward: Onward | None, step: Step, body: Buffer
     ) -> None:
-        """Send a step to another stage; raises HopLost, RequestError for more than a frame holds."""
+        """Send a step to another stage.
+
+        Raises HopLost, RequestError for more than a frame holds.
+        """
         if onward is None:
             raise RequestError("there is no stage after this one")
         link = onward.link or await onward.wait()
