@@ -1,7 +1,7 @@
 """Models: family specs, loading only a span's tensors, and running it on packed tokens."""
 
 from bloombee.models.dtype import resolve_dtype
-from bloombee.models.ends import ModelEnds
+from bloombee.models.ends import ModelEnds, ends_bytes
 from bloombee.models.source import ModelSource, open_source
 from bloombee.models.span_model import SpanModel
 from bloombee.models.spec import FamilySpec
@@ -11,6 +11,7 @@ __all__ = [
     "ModelEnds",
     "ModelSource",
     "SpanModel",
+    "ends_bytes",
     "open_source",
     "resolve_dtype",
 ]

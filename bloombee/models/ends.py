@@ -11,14 +11,16 @@ from torch.nn.functional import embedding
 
 from bloombee.core import Span
 from bloombee.errors import ModelError
-from bloombee.models.linear import make_invariant
+from bloombee.models.linear import can_prepack, make_invariant
 from bloombee.models.source import ModelSource
 from bloombee.models.weights import fill
 
 End = Literal["first", "last"]
 """What comes before the first block, and what comes after the last."""
 
-BOTH: frozenset[End] = frozenset(("first", "last"))
+FIRST: frozenset[End] = frozenset(("first",))
+LAST: frozenset[End] = frozenset(("last",))
+BOTH = FIRST | LAST
 PARTS: dict[End, tuple[str, ...]] = {
     "first": ("embed", "position_table", "project_in"),
     "last": ("norm", "project_out", "head"),
@@ -29,6 +31,24 @@ def ends_of(span: Span, num_blocks: int) -> frozenset[End]:
     """The ends that adjoin a span of a model's blocks."""
     adjoins: dict[End, bool] = {"first": span.start == 0, "last": span.end == num_blocks}
     return frozenset(end for end, held in adjoins.items() if held)
+
+
+def ends_bytes(
+    source: ModelSource, ends: frozenset[End], *, dtype: torch.dtype, device: torch.device | str
+) -> int:
+    """What the weights of these ends take on `device`.
+
+    A tied one is counted once, unless the head's copy has a layout of its own.
+    """
+    present = _present(source, source.outline(), ends)
+    # On `meta` tied weights are two.
+    elements = {
+        name: sum(p.numel() for p in module.parameters()) for name, module in present.items()
+    }
+    tied = bool(source.config.tie_word_embeddings) and len(ends) == len(BOTH)
+    if tied and not (torch.device(device).type == "cpu" and can_prepack(dtype)):
+        elements["head"] -= present["head"].get_parameter("weight").numel()
+    return sum(elements.values()) * dtype.itemsize
 
 
 class ModelEnds:

@@ -95,14 +95,6 @@ class ModelSource:
         elements = max(sum(p.numel() for p in block.parameters()) for block in blocks)
         return elements * dtype.itemsize
 
-    def ends_bytes(self, dtype: torch.dtype) -> int:
-        """Weight bytes of everything but the blocks, a tied head counted once."""
-        outline = self._outline
-        blocks = outline.get_submodule(self.spec.parts.blocks)
-        inside = {id(p) for p in blocks.parameters()}
-        outside = {id(p): p.numel() for p in outline.parameters() if id(p) not in inside}
-        return sum(outside.values()) * dtype.itemsize
-
     def kv_shape(self, span: Span, dtype: torch.dtype, device: torch.device | str) -> KVShape:
         """Shape of the KV of `span`. Raises ModelError when the model lacks those blocks."""
         self.check_span(span)

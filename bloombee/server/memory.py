@@ -2,7 +2,9 @@
 
 The rule: a reserve of `RESERVE_BYTES` and a tenth of the free memory stays free
 (activations, buffers, the interpreter). Blocks come first: as many as asked for,
-or as many as fit beside room for `ROOM_TOKENS` of KV. With `auto`, KV then gets
+or as many as fit beside room for `ROOM_TOKENS` of KV. The server of the first block holds the
+embeddings as well, that of the last final norm and head: until it is known which blocks it
+gets, room for the larger of these is kept. With `auto`, KV then gets
 all that is left on an accelerator and half of it on a CPU, whose memory is
 shared with the rest of the machine; `MOST_TOKENS` at most. Each token of KV comes with
 a row of the journal, which lies on the host: on a CPU that is the same memory, beside
@@ -17,6 +19,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from bloombee.core import Span
 from bloombee.errors import SettingsError
 
 RESERVE_BYTES = 256 << 20
@@ -26,11 +29,37 @@ ROOM_TOKENS = 16_384
 MOST_TOKENS = 1 << 20
 
 
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """What embeddings, final norm and head take beside blocks, of a model of `num_blocks`.
+
+    `both_bytes` may be less than the sum: tied weights are one.
+    """
+
+    num_blocks: int = 0
+    first_bytes: int = 0
+    last_bytes: int = 0
+    both_bytes: int = 0
+
+    def beside(self, blocks: int) -> int:
+        """What any span of so many blocks may need beside them."""
+        if blocks == self.num_blocks:
+            return self.both_bytes
+        return max(self.first_bytes, self.last_bytes)
+
+    def at(self, span: Span) -> Ends:
+        """What `span` needs, whichever its length."""
+        first, last = span.start == 0, span.end == self.num_blocks
+        needed = (0, self.first_bytes, self.last_bytes, self.both_bytes)[first + 2 * last]
+        return Ends(self.num_blocks, needed, needed, needed)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
     """`free_bytes` of a device, and what one block and one token of KV on it take.
 
-    `largest_block_bytes` stands for each block, so that any span of that many fits.
+    `largest_block_bytes` stands for each block, so that any span of that many fits; `ends` is
+    what it may need beside them.
     `journal_bytes_per_token` is a row as it travels; the journal lies on the host, of
     which `host_free_bytes` are free.
     """
@@ -41,6 +70,7 @@ class Memory:
     largest_block_bytes: int
     kv_bytes_per_token_and_block: int
     journal_bytes_per_token: int
+    ends: Ends = Ends()
 
     @property
     def usable_bytes(self) -> int:
@@ -63,13 +93,19 @@ class Memory:
         return blocks * self.kv_bytes_per_token_and_block + journal
 
     def bytes_of(self, blocks: int, kv_tokens: int) -> int:
-        """What `blocks` take on the device with KV of `kv_tokens`."""
-        return blocks * self.largest_block_bytes + kv_tokens * self.bytes_per_token(blocks)
+        """What `blocks` take on the device with the ends and KV of `kv_tokens`."""
+        kv = kv_tokens * self.bytes_per_token(blocks)
+        return self.ends.beside(blocks) + blocks * self.largest_block_bytes + kv
 
-    def blocks_with(self, kv_tokens: int) -> int:
-        """How many blocks fit beside KV of `kv_tokens`."""
-        none = self.bytes_of(0, kv_tokens)
-        return max(0, self.usable_bytes - none) // (self.bytes_of(1, kv_tokens) - none)
+    def blocks_with(self, kv_tokens: int, num_blocks: int) -> int:
+        """How many of a model's blocks fit beside KV of `kv_tokens`."""
+        each = self.largest_block_bytes + kv_tokens * self.kv_bytes_per_token_and_block
+        left = self.usable_bytes - (self.bytes_of(1, kv_tokens) - each)
+        fit = max(0, left // each)
+        if fit >= num_blocks:  # with all blocks come both ends
+            all_fit = self.bytes_of(num_blocks, kv_tokens) <= self.usable_bytes
+            return num_blocks if all_fit else num_blocks - 1
+        return fit
 
     def host_left_bytes(self, blocks: int, kv_tokens: int) -> int:
         """What is left on the host beside blocks, KV and journal, as far as these lie there."""
@@ -98,6 +134,7 @@ class MemoryPlan:
     device: str
     blocks: int
     weight_bytes: int
+    ends_bytes: int
     kv_tokens: int
     kv_bytes: int
     journal_bytes: int
@@ -106,13 +143,14 @@ class MemoryPlan:
     free_bytes: int
 
     def __str__(self) -> str:
+        ends = f"ends of the model {size(self.ends_bytes)}, " if self.ends_bytes else ""
         on_host = (
             f"{'' if self.device == 'cpu' else 'on the host '}journal up to "
             f"{size(self.journal_bytes)}, parked sessions up to {size(self.park_bytes)} "
             f"and kept prompts up to {size(self.prefix_bytes)}"
         )
         return (
-            f"memory on {self.device}: {self.blocks} blocks {size(self.weight_bytes)}, "
+            f"memory on {self.device}: {self.blocks} blocks {size(self.weight_bytes)}, {ends}"
             f"KV of {self.kv_tokens:,} tokens {size(self.kv_bytes)}, {on_host}, "
             f"{size(self.free_bytes)} free before"
         )
@@ -140,13 +178,13 @@ def plan_memory(
         )
     room = kv_tokens or ROOM_TOKENS
     if wanted_blocks is None:
-        blocks = min(num_blocks, memory.blocks_with(room))
+        blocks = memory.blocks_with(room, num_blocks)
         if blocks < 1:
             raise SettingsError(_nothing_fits(memory, room))
     else:
         blocks = wanted_blocks
         if memory.bytes_of(blocks, kv_tokens or 1) > memory.usable_bytes:
-            raise SettingsError(_too_much(memory, blocks, kv_tokens))
+            raise SettingsError(_too_much(memory, blocks, kv_tokens, num_blocks))
     tokens = kv_tokens or _auto_tokens(memory, blocks)
     if tokens * memory.journal_bytes_per_token > memory.usable_host_bytes:
         raise SettingsError(_no_room_for_journal(memory, tokens))
@@ -159,6 +197,7 @@ def plan_memory(
         device=memory.device,
         blocks=blocks,
         weight_bytes=blocks * memory.largest_block_bytes,
+        ends_bytes=memory.ends.beside(blocks),
         kv_tokens=tokens,
         kv_bytes=kv_bytes,
         journal_bytes=tokens * memory.journal_bytes_per_token,
@@ -169,7 +208,7 @@ def plan_memory(
 
 
 def _auto_tokens(memory: Memory, blocks: int) -> int:
-    left = memory.usable_bytes - blocks * memory.largest_block_bytes
+    left = memory.usable_bytes - memory.bytes_of(blocks, 0)
     fit = left // memory.bytes_per_token(blocks)
     if not memory.is_shared and memory.journal_bytes_per_token:
         fit = min(fit, memory.usable_host_bytes // memory.journal_bytes_per_token)
@@ -178,15 +217,17 @@ def _auto_tokens(memory: Memory, blocks: int) -> int:
 
 
 def _nothing_fits(memory: Memory, room: int) -> str:
+    ends = size(memory.ends.beside(1))
+    beside = f", the end of the model beside it {ends}" if memory.ends.beside(1) else ""
     return (
-        f"not one block fits on {memory.device}: it takes {size(memory.largest_block_bytes)} "
-        f"and KV of {room:,} tokens {size(room * memory.bytes_per_token(1))}, of "
+        f"not one block fits on {memory.device}: it takes {size(memory.largest_block_bytes)}"
+        f"{beside} and KV of {room:,} tokens {size(room * memory.bytes_per_token(1))}, of "
         f"{size(memory.usable_bytes)} usable; free memory, or set a smaller --kv-tokens or --dtype"
     )
 
 
-def _too_much(memory: Memory, blocks: int, kv_tokens: int | None) -> str:
-    fit = memory.blocks_with(kv_tokens or ROOM_TOKENS)
+def _too_much(memory: Memory, blocks: int, kv_tokens: int | None, num_blocks: int) -> str:
+    fit = memory.blocks_with(kv_tokens or ROOM_TOKENS, num_blocks)
     mend = f"--num-blocks {fit} fits" if fit else "free memory, or set a smaller --kv-tokens"
     kv = f" and KV of {kv_tokens:,} tokens" if kv_tokens else ""
     return (

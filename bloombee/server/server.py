@@ -24,15 +24,14 @@ from bloombee.config.settings import ServerSettings
 from bloombee.core import PeerId, Span
 from bloombee.errors import SettingsError
 from bloombee.kv import KVPool, make_pool
-from bloombee.models import ModelSource, SpanModel, open_source, resolve_dtype
+from bloombee.models import SpanModel
 from bloombee.server.announcement import announced_address, announced_host, announced_name
 from bloombee.server.background import in_background
-from bloombee.server.device import choose_device, free_bytes
 from bloombee.server.executor import Executor, ExecutorSettings
 from bloombee.server.leaving import Membership
-from bloombee.server.memory import Memory, MemoryPlan, plan_memory
+from bloombee.server.opened import Opened, open_model
 from bloombee.server.pacing import Diary, PacedExecutor
-from bloombee.server.placement import claim, place, wanted_blocks
+from bloombee.server.placement import claim, place
 from bloombee.server.stage import StageParts, StageServer
 from bloombee.server.validation import Limits, Offer
 from bloombee.server.work import Model
@@ -81,18 +80,6 @@ class Credentials:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Opened:
-    """The model before loading, and what it runs in."""
-
-    source: ModelSource
-    fingerprint: str
-    device: torch.device
-    dtype: torch.dtype
-    max_length: int
-    memory: MemoryPlan
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
     """The span in memory."""
 
@@ -113,11 +100,12 @@ async def run_server(
     who = Credentials(identity, certificate, swarm_key)
     node = await SwarmNode.start(_node_options(settings), identity)
     async with Membership(node, settings.drain_s) as member:
-        opened = await in_background(partial(_open, settings))
+        opened = await in_background(partial(open_model, settings))
         span = await _choose(settings, opened, member.node)
         fixed = settings.blocks is not None or settings.new_swarm
         record = await claim(_record(opened, span, certificate), member.node, fixed=fixed)
         span = record.span
+        opened = opened.settled(settings, span)
         logger.info("blocks %s of %s; %s", span, opened.source.name, opened.memory)
         loaded = await in_background(partial(_load, opened, span))
         stage = member.stage = _stage(settings, opened, loaded, who, member.node.control)
@@ -169,40 +157,6 @@ def _node_options(settings: ServerSettings) -> NodeOptions:
         host=settings.host,
         port=settings.dht_port,
         announce=announced_name(settings.announce),
-    )
-
-
-def _open(settings: ServerSettings) -> Opened:
-    """Read the model's config, hash what identifies it, and plan memory."""
-    device = choose_device(settings.device)
-    source = open_source(settings.model)
-    if settings.blocks is not None:
-        source.check_span(settings.blocks)
-    dtype = resolve_dtype(settings.dtype, source, device)
-    shape = source.kv_shape(Span(0, 1), dtype, device)
-    memory = Memory(
-        device=str(device),
-        free_bytes=free_bytes(device),
-        host_free_bytes=free_bytes(torch.device("cpu")),
-        largest_block_bytes=source.block_bytes(dtype),
-        kv_bytes_per_token_and_block=shape.block_token_bytes,
-        journal_bytes_per_token=source.hidden_size * dtype.itemsize,
-    )
-    plan = plan_memory(
-        memory,
-        num_blocks=source.num_blocks,
-        wanted_blocks=wanted_blocks(settings),
-        kv_tokens=None if settings.kv_tokens == "auto" else settings.kv_tokens,
-        park_bytes=settings.park_bytes,
-        prefix_bytes=None if settings.prefix_bytes == "auto" else settings.prefix_bytes,
-    )
-    return Opened(
-        source=source,
-        fingerprint=source.fingerprint,
-        device=device,
-        dtype=dtype,
-        max_length=min(settings.max_length or source.max_length, source.max_length),
-        memory=plan,
     )
 
 

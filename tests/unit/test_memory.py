@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from bloombee.core import Span
 from bloombee.errors import SettingsError
 from bloombee.server.memory import (
     MOST_TOKENS,
     RESERVE_BYTES,
     ROOM_TOKENS,
+    Ends,
     Memory,
+    MemoryPlan,
     plan_memory,
     size,
 )
@@ -168,6 +173,52 @@ class TestKeptPrompts:
     def test_beside_an_accelerator_they_lie_on_the_host(self) -> None:
         cuda = memory(device="cuda:0", host=3 * GB)
         assert self.room(cuda, asked=9 * GB) == 3 * GB - RESERVE_BYTES - 3 * GB // 10
+
+
+class TestEnds:
+    """Of a model of 10 blocks: embeddings of 300 MB, norm and head of 500, together 700."""
+
+    ENDS = Ends(10, 300_000_000, 500_000_000, 700_000_000)
+
+    def plan(self, fits: int, ends: Ends = ENDS, wanted: int | None = None) -> MemoryPlan:
+        """The plan when blocks, ends and KV of 1,000 tokens may take `fits` MB."""
+        free = (fits * 1_000_000 + RESERVE_BYTES) * 10 // 9 + 1
+        where = replace(memory(free), ends=ends)
+        return plan_memory(where, num_blocks=10, wanted_blocks=wanted, kv_tokens=1000)
+
+    def test_a_server_keeps_room_for_the_larger_one(self) -> None:
+        plan = self.plan(4 * 110 + 500)
+        assert (plan.blocks, plan.ends_bytes) == (4, 500_000_000)
+        assert self.plan(4 * 110 + 499).blocks == 3
+        assert self.plan(4 * 110, ends=self.ENDS.at(Span(3, 7))).blocks == 4
+
+    def test_all_blocks_come_with_both(self) -> None:
+        plan = self.plan(1100 + 700)
+        assert (plan.blocks, plan.ends_bytes) == (10, 700_000_000)
+        assert self.plan(1100 + 699).blocks == 9
+        assert self.plan(5000).blocks == 10
+
+    @pytest.mark.parametrize(
+        ("start", "end", "needed"), [(0, 4, 300), (6, 10, 500), (0, 10, 700), (3, 7, 0)]
+    )
+    def test_a_span_that_is_known_needs_what_adjoins_it(
+        self, start: int, end: int, needed: int
+    ) -> None:
+        span, ends = Span(start, end), self.ENDS.at(Span(start, end))
+        plan = self.plan(len(span) * 110 + needed, ends, len(span))
+        assert plan.ends_bytes == needed * 1_000_000
+        with pytest.raises(SettingsError, match=f"{len(span)} blocks and KV of 1,000 tokens take"):
+            self.plan(len(span) * 110 + needed - 1, ends, len(span))
+
+    def test_kv_gets_what_they_leave(self) -> None:
+        where = replace(memory(), ends=self.ENDS.at(Span(6, 10)))
+        plan = plan_memory(where, num_blocks=10, wanted_blocks=4, kv_tokens=None)
+        assert plan.kv_tokens == ((USABLE - 900_000_000) // 40_000) // 2
+        assert "4 blocks 400.0 MB, ends of the model 500.0 MB, KV of" in str(plan)
+
+    def test_it_is_said_when_they_leave_no_room(self) -> None:
+        with pytest.raises(SettingsError, match=r"the end of the model beside it 500\.0 MB"):
+            self.plan(600)
 
 
 def test_sizes() -> None:
