@@ -22,8 +22,9 @@ REDIAL_S = 1.0
 """For a peer whose stream broke to take another: it may hold the session still."""
 TAKE_OVER_S = 5.0
 """For a peer that could take lost blocks to be reached."""
-WIDEN_AFTER = 4
-"""Vain looks for holders of lost blocks before stages that live are given up for others."""
+PATIENT_LOOKS = 4
+"""Looks for which holders of lost blocks that failed of late are waited for; where there are
+none at all, stages that live are given up at once for a wider span that others hold."""
 
 
 class _Case(Protocol):
@@ -94,7 +95,8 @@ class Staffing:
         stuck = await self._stay(run, cares, chosen, case)
         if len(stuck) == len(run):
             self._vain_looks += 1
-            if self._vain_looks < WIDEN_AFTER or not await self._widen(run, case):
+            waits = self._vain_looks < PATIENT_LOOKS and self._has_holders(run, frozenset())
+            if waits or not await self._widen(run, case):
                 raise missing
             return
         for part in _neighbours(stuck, run):
@@ -129,6 +131,8 @@ class Staffing:
                 continue
             wider = seats[low : high + 1]
             living = frozenset(seat.peer for seat in wider if seat not in run)
+            if not self._has_holders(wider, living):
+                continue
             try:
                 await self._take_over(wider, case, living)
             except BloomBeeError as error:
@@ -176,6 +180,11 @@ class Staffing:
             for seat in self._circuit.seats
             if seat.peer not in living and (seat.is_up or seat not in run or self._serves(seat))
         }
+
+    def _has_holders(self, run: Sequence[Seat], living: frozenset[PeerId]) -> bool:
+        """Whether others hold the blocks of `run`, and be it that they failed of late."""
+        span = Span(run[0].span.start, run[-1].span.end)
+        return self._around.has_holders(span, self._terms, self._busy(run, living))
 
     async def _free(self, run: list[Seat], peers: set[PeerId]) -> None:
         """Close the session where a peer is to hold another span of it."""

@@ -42,6 +42,10 @@ class Surroundings(Protocol):
         """
         ...
 
+    def has_holders(self, span: Span, terms: SessionTerms, busy: Mapping[PeerId, str]) -> bool:
+        """Whether `holders` would find any as of the last look, with those left out for now."""
+        ...
+
     async def spares(
         self, span: Span, terms: SessionTerms, busy: Mapping[PeerId, str], kept: Sequence[Holder]
     ) -> Sequence[Holder]:

@@ -183,6 +183,16 @@ class SwarmAccess:
                 _log.debug("looking again: %s", error)
         return self._choose(await self._snapshot(0.0), terms, away, span, busy)
 
+    def has_holders(self, span: Span, terms: SessionTerms, busy: Mapping[PeerId, str]) -> bool:
+        """Whether `holders` would find any as of the last look, with those left out for now."""
+        if self._seen is None:
+            return False
+        try:
+            self._choose(self._seen[1], terms, frozenset(), span, busy)
+        except (SwarmError, RequestError):
+            return False
+        return True
+
     async def spares(
         self, span: Span, terms: SessionTerms, busy: Mapping[PeerId, str], kept: Sequence[Holder]
     ) -> Sequence[Holder]:
