@@ -63,6 +63,8 @@ class Size:
     pass_tokens: int = 512
     park_idle_s: float = 5.0
     codec: str = "raw"
+    prefix_bytes: int = 1 << 24
+    share_prefixes: bool = False
 
 
 @dataclass
@@ -126,7 +128,10 @@ class ClientSwarm:
                     vocab_size=self.source.vocab_size,
                 ),
                 limits=Limits(
-                    max_step_tokens=self.size.max_step_tokens, park_idle_s=self.size.park_idle_s
+                    max_step_tokens=self.size.max_step_tokens,
+                    park_idle_s=self.size.park_idle_s,
+                    prefix_bytes=self.size.prefix_bytes,
+                    share_prefixes=self.size.share_prefixes,
                 ),
                 executor_settings=ExecutorSettings(
                     pass_tokens=self.size.pass_tokens, whole_prompts=self.source.whole_prompts
