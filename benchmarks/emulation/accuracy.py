@@ -80,7 +80,7 @@ def check(network: NetworkFile, cases: list[Case], report: Callable[[Result], No
     """Measure cases in a network; nothing else runs in it."""
     with Emulation(network) as emulation:
         for case in cases:
-            report(_measure(emulation, case, network.packet_bytes))
+            report(measure(emulation, case, network.packet_bytes))
 
 
 def _case(network: NetworkFile, source: str, target: str) -> Case:
@@ -90,7 +90,8 @@ def _case(network: NetworkFile, source: str, target: str) -> Case:
     return Case(source, target, min(known, default=None), there.one_way_ms + back.one_way_ms)
 
 
-def _measure(emulation: Emulation, case: Case, mtu: int) -> Result:
+def measure(emulation: Emulation, case: Case, mtu: int) -> Result:
+    """One case in a running network, whose packets are `mtu` bytes at most."""
     seconds = SLOW_TRANSFER_S if case.rtt_ms >= SLOW_FROM_MS else TRANSFER_S
     with _server(emulation.place(case.target)) as port:
         before = emulation.traffic()

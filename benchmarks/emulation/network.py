@@ -94,6 +94,8 @@ def missing() -> str:
     tools = [tool for tool in TOOLS if shutil.which(tool) is None]
     if tools:
         return f"emulation needs {' and '.join(tools)} (iproute2, util-linux)"
+    if not os.path.exists("/dev/net/tun"):
+        return "emulation needs /dev/net/tun (modprobe tun; in a container: --device /dev/net/tun)"
     try:
         os.close(namespace.new_namespace())
     except BloomBeeError as error:

@@ -121,8 +121,11 @@ def _rate(host: str, port: int, seconds: float) -> float:
     until_s = marks[0][0] + seconds
     begin_s = marks[0][0] + seconds * WARM_UP_SHARE
     counted = [mark for mark in marks if begin_s <= mark[0] <= until_s]
-    (first_s, first), (last_s, last) = counted[0], counted[-1]
-    return (last - first) * 8 / 1e6 / (last_s - first_s)
+    # Of all marks, so that a receiver that slept at the first or last one doesn't count.
+    fit = statistics.linear_regression(
+        [mark[0] - begin_s for mark in counted], [mark[1] for mark in counted]
+    )
+    return fit.slope * 8 / 1e6
 
 
 def _read_marks(peer: socket.socket, marks: list[tuple[float, int]]) -> None:

@@ -1,0 +1,181 @@
+"""`scripts/emulate`: a swarm in an emulated network and a command in the client's host."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+from pydantic import Field, model_validator
+
+from benchmarks.emulation import leftovers
+from benchmarks.emulation.network import Emulation, missing
+from benchmarks.emulation.tables import AccuracyTable, print_traffic
+from bloombee.cli.local_swarm import LocalSwarm, equal_spans
+from bloombee.cli.serving import run_to_end
+from bloombee.config.base import Settings
+from bloombee.config.environment import use_passive_threads, use_quiet_grpc
+from bloombee.config.flags import parse
+from bloombee.config.networks import CLIENT, read_network
+from bloombee.errors import SettingsError
+from bloombee.swarm import tether
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from bloombee.config.networks import NetworkFile
+
+PROG = "scripts/emulate"
+DESCRIPTION = """Run a swarm in an emulated network, and `-- COMMAND...` in the client's host.
+In COMMAND, {peers}, {model}, {client} and each {HOST} stand for the swarm's addresses to join
+by, the model, and the hosts' addresses. Without COMMAND the client asks --prompt."""
+
+
+class EmulateSettings(Settings):
+    """`scripts/emulate`."""
+
+    network: str | None = Field(
+        default=None, description="network file, or the name of one in configs/networks"
+    )
+    servers: int | None = Field(
+        default=None, ge=0, description="servers to start, one a host; 0: no swarm, only hosts"
+    )
+    model: str = Field(default="smollm2", min_length=1, description="the model they serve")
+    dtype: str = Field(default="auto", description="type of weights and activations")
+    prompt: str = Field(
+        default="In three sentences: why do bees dance?", description="the text to answer"
+    )
+    check: bool = Field(
+        default=False, description="measure how exact rates and round trips are, and end"
+    )
+    clean: bool = Field(default=False, description="end what killed emulations left in their hosts")
+
+    @model_validator(mode="after")
+    def _something_to_do(self) -> EmulateSettings:
+        if self.network is None and not (self.check or self.clean):
+            raise ValueError("give --network FILE (or e1 to e6, home, mobile), --check or --clean")
+        return self
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    split = words.index("--") if "--" in words else len(words)
+    settings = parse(EmulateSettings, words[:split], prog=PROG, description=DESCRIPTION)
+    use_passive_threads()
+    use_quiet_grpc()
+    # So that a plain `kill` also stops what was started.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    codes: list[int] = []
+    failed = run_to_end(PROG, lambda: codes.append(run(settings, words[split + 1 :])))
+    return failed or codes[0]
+
+
+def run(settings: EmulateSettings, command: Sequence[str]) -> int:
+    """Clean, check, or run; returns the exit code of the command, or 0.
+
+    Raises SettingsError where the machine can't emulate or the file is wrong, SwarmError
+    when a server does not come up.
+    """
+    network = None if settings.network is None else read_network(settings.network)
+    reason = missing()
+    if reason:
+        raise SettingsError(f"{reason}; without it only 127.0.0.1 is left: scripts/demo")
+    if settings.clean:
+        clean()
+    if settings.check:
+        with AccuracyTable() as table:
+            table.check(network)
+    elif network is not None:
+        return _emulate(network, settings, command)
+    return 0
+
+
+def clean() -> None:
+    """End the processes in hosts of emulations that are no more."""
+    found = leftovers.find()
+    for each in found:
+        print(f"ended {each.pid}: {each.command}")
+    leftovers.end(found)
+    if not found:
+        print("nothing is left of any emulation")
+
+
+def _emulate(network: NetworkFile, settings: EmulateSettings, command: Sequence[str]) -> int:
+    if CLIENT not in network.host_names:
+        raise SettingsError(f"--network {settings.network}: no host is called {CLIENT!r}")
+    hosts = [host for host in network.host_names if host != CLIENT]
+    count = len(hosts) if settings.servers is None else settings.servers
+    if count > len(hosts):
+        raise SettingsError(
+            f"--servers {count}: the network has {len(hosts)} hosts besides the client's"
+        )
+    if not count and not command:
+        raise SettingsError("--servers 0: give a command after --, or there is nothing to run")
+    with ExitStack() as stack:
+        emulation = stack.enter_context(Emulation(network))
+        peers: list[str] = []
+        if count:
+            peers = _start_swarm(emulation, settings, hosts[:count], stack)
+        before = emulation.traffic()
+        code = _run_in_client(emulation, command or _question(settings), peers, settings.model)
+        print_traffic(emulation.traffic().since(before))
+    return code
+
+
+def _start_swarm(
+    emulation: Emulation, settings: EmulateSettings, hosts: list[str], stack: ExitStack
+) -> list[str]:
+    """A server in each host, and a node of the DHT beside the first; where to join."""
+    # torch and transformers take seconds to import: not for --help or a wrong flag.
+    from bloombee.models import open_source
+
+    try:
+        spans = equal_spans(open_source(settings.model).num_blocks, len(hosts))
+    except ValueError as error:
+        raise SettingsError(f"--servers {len(hosts)}: {error}; start fewer") from None
+    places = [emulation.place(host) for host in (hosts[0], *hosts)]
+    swarm = LocalSwarm(
+        settings.model,
+        spans,
+        server_flags=("--dtype", settings.dtype, "--threads", "1"),
+        places=places,
+        report=lambda text: print(text, file=sys.stderr, flush=True),
+    )
+    return stack.enter_context(swarm).initial_peers
+
+
+def _question(settings: EmulateSettings) -> list[str]:
+    flags = ("--model", "{model}", "--dtype", settings.dtype, "--initial-peers", "{peers}")
+    return [sys.executable, "-m", "bloombee.cli.generate", *flags, "--", settings.prompt]
+
+
+def _run_in_client(
+    emulation: Emulation, command: Sequence[str], peers: list[str], model: str
+) -> int:
+    """The command's exit code; it dies with us."""
+    names = {host: emulation.address(host) for host in emulation.hosts}
+    words = [word for each in command for word in _filled(each, {**names, "model": model}, peers)]
+    program = shutil.which(words[0])
+    if program is None:
+        raise SettingsError(f"-- {words[0]}: no such command")
+    tied = (sys.executable, "-I", "-S", str(tether.__file__), "signal", str(os.getpid()), "-1")
+    prefix = emulation.place(CLIENT).prefix
+    return subprocess.run([*tied, *prefix, program, *words[1:]], check=False).returncode
+
+
+def _filled(word: str, names: dict[str, str], peers: list[str]) -> list[str]:
+    """A word of the command with its `{NAME}`s filled in; `{peers}` alone becomes many."""
+    if word == "{peers}":
+        return peers
+    for name, value in names.items():
+        word = word.replace(f"{{{name}}}", value)
+    return [word]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
