@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from bloombee.client.decoding import Token
@@ -61,6 +62,7 @@ class ScriptedModel(ManyPromptsMixin):
         self.open = 0
         self.most_open = 0
         self.opened = 0
+        self.source: Any = SimpleNamespace(name="scripted")
         self.asked: list[tuple[Sampling, ...]] = []
 
     @property

@@ -120,11 +120,13 @@ class Batch:
 
     def requests(self) -> Iterator[Request]:
         """What the open lines ask for; bad ones are told of and left out."""
+        from bloombee.cli.batch_input import BadLine
+
         for found in self.file.open_lines(self.answers.answered, self.survey):
-            if isinstance(found, tuple):
-                yield found[1]
-            else:
+            if isinstance(found, BadLine):
                 self._fail(found.line, found.error)
+            else:
+                yield found
 
     def run(
         self,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
@@ -102,10 +102,11 @@ class BatchFile:
             )
         return Survey(lines, lines - known, first_with)
 
-    def open_lines(
-        self, answered: Collection[str], survey: Survey
-    ) -> Iterator[tuple[Line, Request] | BadLine]:
-        """The lines without an answer, in order. Raises SettingsError when it can't be read."""
+    def open_lines(self, answered: Collection[str], survey: Survey) -> Iterator[Request | BadLine]:
+        """The lines without an answer, in order; the key of a request is its Line.
+
+        Raises SettingsError when it can't be read.
+        """
         for number, key, raw in self._raw_lines():
             if key in answered:
                 continue
@@ -115,8 +116,7 @@ class BatchFile:
                 first = survey.first_with.get(custom_id, number)
                 if first != number:
                     raise RequestError(f"custom_id {custom_id!r} is that of line {first}, too")
-                form, request = _parse(raw, line, self._job.defaults)
-                yield Line(number, key, custom_id, form), request
+                yield _parse(raw, line, self._job.defaults)
             except BloomBeeError as error:
                 yield BadLine(line, error)
 
@@ -150,7 +150,7 @@ def _custom_id(raw: bytes) -> str | None:
     return found if isinstance(found, str) and found else None
 
 
-def _parse(raw: bytes, line: Line, defaults: SamplingParams) -> tuple[Form, Request]:
+def _parse(raw: bytes, line: Line, defaults: SamplingParams) -> Request:
     """What a line asks for. Raises RequestError."""
     try:
         told = msgspec.json.decode(raw)
@@ -171,7 +171,7 @@ def _parse(raw: bytes, line: Line, defaults: SamplingParams) -> tuple[Form, Requ
     else:
         raise RequestError("give prompt, messages, or url and body")
     make = chat_request if form == "chat" else completion_request
-    return form, make(body, defaults, line)
+    return make(body, defaults, replace(line, form=form))
 
 
 def _openai(fields: dict[str, Any]) -> tuple[Form, dict[str, Any]]:
