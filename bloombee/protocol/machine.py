@@ -103,7 +103,7 @@ _SPOKEN: tuple[tuple[Role, State, tuple[MessageType, ...], State], ...] = (
     (_L, _S.HOP, (m.Acknowledged, m.Beat, m.Failed), _S.HOP),
     # A session's hand-over to the server that takes its place
     (_D, _S.GREETED, (m.Fetch,), _S.FETCHING),
-    (_L, _S.FETCHING, (m.Pages,), _S.FETCHING),
+    (_L, _S.FETCHING, (m.Pages, m.Output), _S.FETCHING),
     (_L, _S.FETCHING, (m.HandedOver, m.Failed), _S.GREETED),
 )
 

@@ -4,7 +4,7 @@ Who says what to whom:
 
     client -> stage    Challenge < Hello > Open > Opened < (Step >)* (Output <)* Close > Closed <
     stage -> next      Challenge < Hello > Attach > Attached < (Step >)*
-    new -> old holder  Challenge < Hello > Fetch > (Pages <)* HandedOver <
+    new -> old holder  Challenge < Hello > Fetch > (Pages <)* (Output <)* HandedOver <
     anyone -> server   Challenge < Hello > Describe > Description <
     at any time, either way   Failed (one step, or the session when `step` is 0)
     while a session or hop stands, either way   Beat
@@ -169,7 +169,9 @@ class HandedOver(Message, frozen=True, array_like=True, tag=True):
     """All pages were sent. Per sequence: its length, newest step, and whether it is released.
 
     `included` are steps whose operations are done though their tokens are not in;
-    `outputs` the steps whose outputs were among the pages, in that order.
+    `outputs` the steps whose outputs were among the pages, in that order. Those of steps
+    that chose tokens came as Output messages; `sampling` says by sequence how the next
+    tokens of their loop are chosen.
     """
 
     session: Id16
@@ -178,6 +180,7 @@ class HandedOver(Message, frozen=True, array_like=True, tag=True):
     released: tuple[bool, ...]
     included: tuple[U63, ...] = ()
     outputs: tuple[U63, ...] = ()
+    sampling: tuple[tuple[Index, Sampling], ...] = ()
 
 
 # Questions ------------------------------------------------------------------

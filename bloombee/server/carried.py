@@ -8,7 +8,8 @@ import torch
 from jaxtyping import Float
 
 from bloombee.core import SessionId, Span
-from bloombee.protocol.messages import WireDtype
+from bloombee.protocol.messages import Sampling, WireDtype
+from bloombee.server.looping import Tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,7 +17,8 @@ class Carried:
     """Per sequence: length, newest step, whether it is released, and the journal's rows.
 
     `journal` is None where none is kept. `outputs` are those that the client may ask
-    for again, by step. `included` are steps whose operations are done.
+    for again, by step, and so are `tokens` that were chosen. `sampling` says by sequence
+    how the next ones are. `included` are steps whose operations are done.
     """
 
     lengths: tuple[int, ...]
@@ -25,6 +27,8 @@ class Carried:
     included: tuple[int, ...] = ()
     journal: tuple[Float[torch.Tensor, "_ D"], ...] | None = None
     outputs: tuple[tuple[int, Float[torch.Tensor, "_ D"]], ...] = ()
+    tokens: tuple[tuple[int, Tokens], ...] = ()
+    sampling: tuple[tuple[int, Sampling], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

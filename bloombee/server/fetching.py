@@ -15,7 +15,7 @@ from bloombee.errors import BloomBeeError, ProtocolError, TransportError
 from bloombee.kv.interface import KVPool
 from bloombee.planner.handover import Progress, worth_fetching
 from bloombee.protocol.failures import to_error
-from bloombee.protocol.messages import Failed, Fetch, HandedOver, Pages, Source
+from bloombee.protocol.messages import Failed, Fetch, HandedOver, Output, Pages, Source
 from bloombee.server.admission import Admission
 from bloombee.server.carried import Carried, Terms
 from bloombee.server.executor import Executor
@@ -106,6 +106,9 @@ class Fetcher:
                 return message
             if isinstance(message, Failed):
                 raise to_error(message)
+            if isinstance(message, Output):
+                intake.take_tokens(message, body)
+                continue
             if not isinstance(message, Pages):
                 raise ProtocolError(f"{type(message).__name__} instead of pages")
             intake.take(message, body)

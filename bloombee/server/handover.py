@@ -29,7 +29,7 @@ from bloombee.errors import (
 )
 from bloombee.kv.interface import KVPool, KVShape
 from bloombee.protocol.failures import to_message
-from bloombee.protocol.messages import Fetch, HandedOver, Pages, WireDtype
+from bloombee.protocol.messages import Fetch, HandedOver, Output, Pages, WireDtype
 from bloombee.server.admission import Admission
 from bloombee.server.carried import Carried, Terms
 from bloombee.server.executor import Executor
@@ -51,9 +51,9 @@ QUIET_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Handed:
-    """One page and its bytes."""
+    """One page and its bytes, or the tokens of one step."""
 
-    page: Pages
+    page: Pages | Output
     body: compression.Buffer
 
 
@@ -88,6 +88,7 @@ class Pieces:
             released=carried.released,
             included=carried.included,
             outputs=tuple(step for step, _ in carried.outputs),
+            sampling=carried.sampling,
         )
 
     def export(self, batch: list[Piece], pool: KVPool) -> list[Handed]:
@@ -203,6 +204,9 @@ class HandOvers:
                 await _send_page(peer, handed)
         for handed in pieces.row_pages():
             await _send_page(peer, handed)
+        for step, tokens in carried.tokens:
+            output = tokens.output(session.id, session.epoch, step)
+            await _send_page(peer, Handed(output, tokens.body))
         return pieces
 
 

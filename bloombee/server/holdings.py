@@ -223,6 +223,8 @@ class Holdings:
             included=state.included,
             journal=None if journal is None else tuple(self._rows_of(journal)),
             outputs=tuple(self.outputs.kept.items()),
+            tokens=tuple(self.looping.kept.items()),
+            sampling=self.looping.state(),
         )
 
     def _rows_of(self, journal: Journal) -> list[torch.Tensor]:
@@ -233,7 +235,10 @@ class Holdings:
         ]
 
     def restore(self, carried: Carried) -> None:
-        """Become what another server held. Raises ProtocolError when it doesn't fit."""
+        """Become what another server held.
+
+        Raises ProtocolError when it doesn't fit, RequestError when its sampling makes no sense.
+        """
         if (carried.journal is None) != (self.journal is None):
             raise ProtocolError("the journal handed over is of another place in the route")
         if carried.journal is not None:
@@ -250,6 +255,7 @@ class Holdings:
         )
         for step, rows in carried.outputs:
             self.outputs.keep(step, rows)
+        self.looping.restore(carried.sampling, carried.tokens)
 
 
 def carried_terms(session: SessionId, context: StepContext, dtype: WireDtype) -> CarriedTerms:

@@ -15,8 +15,9 @@ from jaxtyping import Float
 from bloombee import compression
 from bloombee.errors import ProtocolError
 from bloombee.kv.interface import KVPool, KVShape
-from bloombee.protocol.messages import HandedOver, Pages
+from bloombee.protocol.messages import HandedOver, Output, Pages
 from bloombee.server.carried import Carried, Terms
+from bloombee.server.looping import KEPT_BYTES, Tokens, tokens_of
 
 KINDS = ("kv", "journal", "output")
 
@@ -42,6 +43,8 @@ class Intake:
         self._last: Pages | None = None
         self._lengths = [0] * terms.sequences
         self._rows: dict[tuple[str, int], list[torch.Tensor]] = {}
+        self._tokens: dict[int, Tokens] = {}
+        self._tokens_bytes = 0
 
     @property
     def waiting_bytes(self) -> int:
@@ -65,6 +68,14 @@ class Intake:
             self._take_rows(page, body)
         self._last = page
 
+    def take_tokens(self, output: Output, body: memoryview) -> None:
+        """What one step chose. Raises ProtocolError unless it is of the session, and not much."""
+        tokens = tokens_of(output, body)
+        self._tokens_bytes += tokens.kept_bytes
+        if output.session != self.terms.session or self._tokens_bytes > 2 * KEPT_BYTES:
+            raise ProtocolError(f"tokens of step {output.step} are too many, or of another session")
+        self._tokens[output.step] = tokens
+
     def finish(self, told: HandedOver) -> Carried:
         """What came with the KV. Raises ProtocolError when it is not complete and coherent."""
         terms = self.terms
@@ -79,6 +90,8 @@ class Intake:
             raise ProtocolError(f"pages for {self._lengths} tokens, {told.lengths} announced")
         if any(gone and length for gone, length in zip(told.released, told.lengths, strict=True)):
             raise ProtocolError("a released sequence holds tokens")
+        if any(sequence >= terms.sequences for sequence, _ in told.sampling):
+            raise ProtocolError("sampling of a sequence that the session lacks")
         return Carried(
             lengths=told.lengths,
             newest_steps=told.newest_steps,
@@ -86,6 +99,8 @@ class Intake:
             included=told.included,
             journal=self._journal(),
             outputs=self._outputs(told.outputs),
+            tokens=tuple(sorted(self._tokens.items())),
+            sampling=told.sampling,
         )
 
     def _most_bytes(self) -> int:

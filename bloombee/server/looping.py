@@ -24,7 +24,7 @@ import numpy as np
 from bloombee.core import PackedTable
 from bloombee.errors import ProtocolError, StepFailed
 from bloombee.models.sampling import Chooser, Chosen
-from bloombee.protocol.messages import Output, Payload, Sampling, Step, Timing
+from bloombee.protocol.messages import Output, Payload, Sampling, Step
 
 KEPT_BYTES = 16 << 20
 ROW_BYTES = 256
@@ -50,15 +50,14 @@ class Tokens:
         """What keeping it takes, about."""
         return ROW_BYTES * (1 + sum(1 + len(each.alternatives) for each in self.chosen))
 
-    def output(self, step: Step, timings: tuple[Timing, ...]) -> Output:
+    def output(self, session: bytes, epoch: int, step: int) -> Output:
         """What the client is told; `body` is its payload."""
         told = self.chosen if self.logprobs else ()
         return Output(
-            session=step.session,
-            epoch=step.epoch,
-            step=step.step,
+            session=session,
+            epoch=epoch,
+            step=step,
             payload=_ids(len(self.chosen)),
-            timings=timings,
             sequences=self.sequences,
             positions=self.positions,
             finished=tuple(each.finished for each in self.chosen),

@@ -158,7 +158,9 @@ class Sending:
         timings = step.timings
         if step.trace:
             timings = (*timings, self._timing(item, now_us()))
-        mail.post(tokens.output(step, timings), tokens.body, tokens.kept_bytes)
+        output = tokens.output(session.id, step.epoch, step.step)
+        output = msgspec.structs.replace(output, timings=timings)
+        mail.post(output, tokens.body, tokens.kept_bytes)
         self._chosen.add(len(tokens.chosen))
         following = tokens.following(step)
         if following is None or session.halted is not None:

@@ -8,6 +8,7 @@ import pytest
 
 from bloombee.protocol.messages import Operations, Sampling
 from bloombee.transport.links import LinkShape
+from tests.swarm.handing import MovingTalk, counted, whole
 from tests.swarm.harness import Swarm, eventually, run
 from tests.swarm.looping import LoopTalk, failed, packed
 from tests.swarm.recovering import (
@@ -199,6 +200,36 @@ class TestKept:
             await talk.finish()
 
         run(digest_stage(0, 3), digest_stage(3, 6), test=test)
+
+
+class MovingLoop(LoopTalk, MovingTalk):
+    """A loop whose stages may be fetched by others."""
+
+
+class TestHandOver:
+    @pytest.mark.parametrize("anew", [False, True], ids=["same number", "new number"])
+    @pytest.mark.parametrize("index", [0, 1, 2])
+    def test_a_loop_goes_on_at_another_server(self, index: int, anew: bool) -> None:
+        async def test(s: Swarm) -> None:
+            talk = await MovingLoop.begin(s.client(), only(s, 0, 1, 2))
+            await talk.start(PROMPTS, SAMPLINGS)
+            await talk.hear(3)
+            await talk.hand_over(index, whole(s, 3))
+            assert counted(s.stages[3], "fetched_sessions") == 1
+            assert counted(s.stages[3], "fetches_given_up") == 0
+            before = steps_computed(s)
+            await talk.go_on(anew=anew)
+            await talk.finish()
+            if not anew:
+                # Each stage computes what it had not, and the new one what the old had not.
+                done = steps_computed(s)
+                kept = [done[stage] for stage in range(3)]
+                kept[index] += done[3]
+                assert kept == [12] * 3
+                assert before[3] == 0
+
+        spans = [*SPANS, SPANS[index]]
+        run(*(digest_stage(*span) for span in spans), test=test)
 
 
 class TestAnything:
