@@ -15,11 +15,12 @@ from bloombee.errors import BloomBeeError, HopLost, ProtocolError, TransportErro
 from bloombee.protocol.failures import to_error
 from bloombee.protocol.messages import Attach, Attached, Beat, Failed, Hop
 from bloombee.protocol.pulse import Pulse
+from bloombee.server.hop_dials import HopDials
 from bloombee.server.onward import Onward
 from bloombee.server.sending import Sending
 from bloombee.server.sessions import Session
 from bloombee.server.tasks import BackgroundTasks
-from bloombee.swarm.connection import Connection, ConnectionSettings, Signer, connect
+from bloombee.swarm.connection import Connection, ConnectionSettings, Signer
 from bloombee.swarm.warming import Warmer
 from bloombee.transport.interface import Dialer, Endpoint
 
@@ -51,13 +52,8 @@ class Downstream:
 
     def __init__(self, parts: LinkParts) -> None:
         self._parts = parts
-        self._warmer = Warmer(self._dial)
-
-    async def _dial(self, endpoint: Endpoint) -> Connection:
-        parts = self._parts
-        return await connect(
-            parts.dialer, endpoint, parts.identity, settings=parts.connection_settings
-        )
+        self._dials = HopDials(parts.dialer, parts.identity, parts.connection_settings)
+        self._warmer = Warmer(self._dials.dial)
 
     async def prepare(self, hop: Hop) -> None:
         """Keep the way to `hop` short for a while: it may become a next stage. Never raises."""
@@ -83,7 +79,7 @@ class Downstream:
     async def _connect(self, onward: Onward, attach: Attach) -> Connection:
         """A hop stream attached to the session at the next stage. Raises HopLost."""
         try:
-            link = await self._dial(_endpoint(onward.hop))
+            link = await self._dials.dial(_endpoint(onward.hop))
         except BloomBeeError as error:
             raise HopLost(f"can't reach {onward}: {error}") from None
         try:

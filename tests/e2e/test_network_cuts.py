@@ -101,15 +101,19 @@ def test_one_direction_between_two_stages_is_lost(
 ) -> None:
     """The client still hears all of them; the stage that can't push says so."""
     cut: list[str] = []
+    muted: list[float] = []
 
     def mute() -> None:
         first, second, _ = stages(swarm, model)
         cut.extend((host(first), host(second)))
         network.mute(*cut)
+        muted.append(time.monotonic())
 
     at = AtToken(AT, mute)
     try:
         assert generate(model, at) == expected
+        # Silence counts as loss after 4 s; then one short dial of who was reached before.
+        assert time.monotonic() - muted[0] < 10.0
         assert cut[1] not in [host(server) for server in stages(swarm, model)]
     finally:
         network.unmute(*cut)
