@@ -20,6 +20,7 @@ from bloombee.server.carried import Terms as CarriedTerms
 from bloombee.server.downstream import Downstream
 from bloombee.server.holdings import Holdings, carried_terms
 from bloombee.server.leases import Lease
+from bloombee.server.live_rows import LiveRows
 from bloombee.server.sending import Sending
 from bloombee.server.sessions import Session, Sessions, check_same
 from bloombee.server.tasks import BackgroundTasks
@@ -47,6 +48,7 @@ class OpeningParts:
     limits: Limits
     sessions: Sessions
     admission: Admission
+    live_rows: LiveRows
     sending: Sending
     downstream: Downstream
     tasks: BackgroundTasks
@@ -131,6 +133,7 @@ class Openings:
         session.stands = False
         parts = self._parts
         parts.sessions.leave(session)
+        parts.live_rows.left(session.id)
         session.stop_tasks()
         if session.opening is not None and session.opening is not asyncio.current_task():
             session.opening.cancel()
@@ -150,6 +153,7 @@ class Openings:
         while True:
             await asyncio.sleep(SWEEP_S)
             now_s = loop.time()
+            self._parts.live_rows.sweep(now_s)
             for session in self._parts.sessions:
                 stuck = now_s - session.telling_since_s > SEND_DEADLINE_S
                 if stuck or session.lease.is_over(now_s):

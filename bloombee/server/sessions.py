@@ -124,6 +124,7 @@ class Session:
         self.outbox: asyncio.Queue[Outgoing] = asyncio.Queue()
         self.tasks: dict[asyncio.Task[None], None] = {}
         self.mail = Mail()
+        self.stages = opening.stages
         self.onward = None if opening.next is None else Onward(opening.next)
         self.ring = None if opening.ring is None else Onward(opening.ring, ring=True)
 

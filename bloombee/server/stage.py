@@ -28,6 +28,7 @@ from bloombee.server.fetching import Fetcher, FetchParts
 from bloombee.server.handler import Handler, HandlerParts
 from bloombee.server.handover import HandOvers
 from bloombee.server.hop_stream import HopStreams
+from bloombee.server.live_rows import LiveRows
 from bloombee.server.openings import OpeningParts, Openings
 from bloombee.server.payloads import Payloads
 from bloombee.server.prefixes import Prefixes, PrefixParts
@@ -90,11 +91,13 @@ class StageServer:
                 shared=parts.limits.share_prefixes,
             )
         )
+        self._live_rows = LiveRows(self.executor.set_decode_rows)
         throttle = Throttle(parts.limits.max_messages_per_s)
         self._steps = Steps(
             StepParts(
                 admission=self.admission,
                 executor=self.executor,
+                live_rows=self._live_rows,
                 payloads=self._payloads,
                 prefixes=self.prefixes,
                 throttle=throttle,
@@ -151,6 +154,7 @@ class StageServer:
                 limits=parts.limits,
                 sessions=self.sessions,
                 admission=self.admission,
+                live_rows=self._live_rows,
                 sending=sending,
                 downstream=downstream,
                 tasks=self._tasks,

@@ -31,6 +31,7 @@ from bloombee.protocol.messages import Acknowledged, Replay, Step
 from bloombee.server.admission import Admission
 from bloombee.server.executor import Executor
 from bloombee.server.holdings import Entered, Told
+from bloombee.server.live_rows import LiveRows
 from bloombee.server.looping import choosers
 from bloombee.server.payloads import Payloads
 from bloombee.server.prefixes import Prefixes
@@ -58,6 +59,7 @@ class StepParts:
 
     admission: Admission
     executor: Executor
+    live_rows: LiveRows
     payloads: Payloads
     prefixes: Prefixes
     throttle: Throttle
@@ -265,6 +267,9 @@ class Steps:
 
         done = self._parts.prefixes.begin_step(session, step, done)
         session.held.began(entered)
+        if table.is_decode and step.phase == "decode":
+            live = self._parts.live_rows
+            live.decoded(session.id, table.tokens, session.stages, session.clock())
         self._parts.executor.submit(
             StepWork(
                 session=session.id,
