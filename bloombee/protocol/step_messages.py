@@ -103,6 +103,11 @@ class Step(Message, frozen=True, array_like=True, tag=True):
     next number with one token a row, `loop`, and no `sampling` of its own: the last
     stage knows it. The client leaves out as many numbers as tokens may follow, and
     sends such a step itself, with `sampling`, to begin, and to go on after a recovery.
+
+    Stages that run ahead of the client answer a step that it sends again with what they
+    kept. A last stage that has lost what it chose may choose otherwise (rounding): the
+    client then gives the step a new number, and has it truncate its sequences to where
+    they start, so that no stage goes on with tokens which nobody else knows.
     """
 
     session: Id16

@@ -14,7 +14,7 @@ from jaxtyping import Float
 
 from bloombee.compression import torch_dtype
 from bloombee.core import PackedTable, SessionId
-from bloombee.errors import BloomBeeError, ProtocolError, StepFailed
+from bloombee.errors import BloomBeeError, ProtocolError, StepFailed, Unsupported
 from bloombee.models.sampling import Chooser
 from bloombee.protocol.messages import Operations, Step, WireDtype
 from bloombee.server.carried import Carried
@@ -113,6 +113,7 @@ class Holdings:
         self._prefill = Spent()
         self._other = Spent()
         self._width = context.hidden_size
+        self._last_block = context.last_block
         self._dtype: WireDtype = dtype
         self._computing = 0
         self._quiet = asyncio.Event()
@@ -142,10 +143,12 @@ class Holdings:
     def prepare(self, step: Step) -> tuple[Chooser | None, ...]:
         """How a step's tokens are chosen, if they are and it is new; changes nothing.
 
-        Raises as `Looping.prepare`.
+        Raises as `Looping.prepare`, Unsupported where the model doesn't end.
         """
         if self.journal is not None or step.replay or not self.book.is_new(step):
             return ()
+        if step.sampling and not self._last_block:
+            raise Unsupported("tokens are chosen after the model's last block: end the route there")
         return self.looping.prepare(step)
 
     def began(self, entered: Entered) -> None:

@@ -72,7 +72,11 @@ class Openings:
         parts = self._parts
         terms = check_open(opening, parts.offer, parts.limits)
         context = StepContext(
-            terms, parts.offer.hidden_size, parts.limits.max_step_tokens, parts.offer.vocab_size
+            terms,
+            parts.offer.hidden_size,
+            parts.limits.max_step_tokens,
+            vocab_size=parts.offer.vocab_size,
+            last_block=parts.offer.ends_with(terms.span.end),
         )
         session = parts.sessions.known(opening, client.remote)
         if session is None:

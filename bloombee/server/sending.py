@@ -163,7 +163,7 @@ class Sending:
         mail.post(output, tokens.body, tokens.kept_bytes)
         self._chosen.add(len(tokens.chosen))
         following = tokens.following(step)
-        if following is None or session.halted is not None:
+        if following is None:
             return
         try:
             await self._go_on(session, *following, item.expires_s)
@@ -173,6 +173,8 @@ class Sending:
 
     async def _go_on(self, session: Session, step: Step, ids: bytes, expires_s: float) -> None:
         """Have the next step of a loop taken by the first stage, which may be this one."""
+        if session.halted is not None:
+            raise type(session.halted)(str(session.halted))
         step = msgspec.structs.replace(step, deadline_ms=_left_ms(expires_s, session))
         if session.is_first:
             self._loop(session, step, ids, expires_s)

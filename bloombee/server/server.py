@@ -220,6 +220,7 @@ def _stage(
                 hidden_size=opened.source.hidden_size,
                 max_length=opened.max_length,
                 vocab_size=loaded.model.vocab_size,
+                blocks=opened.source.num_blocks,
             ),
             model_name=_public_name(opened.source.name),
             codec=settings.codec,

@@ -29,7 +29,7 @@ class Offer:
     """What this server serves: blocks `span` of a model, rows of `hidden_size`.
 
     `max_length` is the longest sequence that the model itself allows. `vocab_size` is 0
-    where ids are not known.
+    where ids are not known, and `blocks`, how many the model has, where that isn't.
     """
 
     fingerprint: str
@@ -37,6 +37,11 @@ class Offer:
     hidden_size: int
     max_length: int
     vocab_size: int = 0
+    blocks: int = 0
+
+    def ends_with(self, end: int) -> bool:
+        """Whether block `end - 1` is the model's last, as far as that is known."""
+        return end == (self.blocks or end)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,6 +189,8 @@ class StepContext:
     max_step_tokens: int
     vocab_size: int = 0
     """0: not known."""
+    last_block: bool = True
+    """Whether its blocks end with the model's last, as far as that is known."""
 
     @property
     def takes_ids(self) -> bool:

@@ -79,6 +79,7 @@ def digest_stage(start: int, end: int, **limits: Any) -> StageSetup:
         hidden_size=WIDTH,
         max_length=64,
         vocab_size=VOCABULARY,
+        blocks=BLOCKS,
     )
     return StageSetup(
         model=GatedModel(span),

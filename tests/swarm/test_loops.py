@@ -191,6 +191,16 @@ class TestRefusals:
 
         run(*stages(2), test=test)
 
+    def test_a_route_that_ends_before_the_model(self) -> None:
+        async def test(s: Swarm) -> None:
+            talk = await LoopTalk.begin(s.client(), s.route())
+            await talk.start(PROMPTS, GREEDY)
+            failure = await failed(talk.links[1])
+            assert (failure.code, failure.step) == ("unsupported", 1)
+            assert steps_computed(s) == [1, 0]
+
+        run(digest_stage(0, 2), digest_stage(2, 4), test=test)
+
     def test_a_second_ring_and_one_to_the_middle(self) -> None:
         async def test(s: Swarm) -> None:
             talk = await LoopTalk.begin(s.client(), s.route())
