@@ -166,6 +166,23 @@ class TestGenerator:
         assert often[1] == 0
         assert (often - chances[0]).abs().max() < 0.03
 
+    @settings(max_examples=200, deadline=None)
+    @given(
+        seed=st.integers(0, (1 << 63) - 1),
+        size=st.integers(1, 3000),
+        spread=st.sampled_from([0.0, 1.0, 4.0, 40.0]),
+        some=st.booleans(),
+    )
+    def test_it_is_the_largest_score_of_all(
+        self, seed: int, size: int, spread: float, *, some: bool
+    ) -> None:
+        chances = (logits_of(seed)[:, :size] * spread).softmax(-1)
+        if some:
+            chances[0, torch.rand(size) < 0.9] = 0.0
+            chances[0, seed % size] = 0.25
+        scores = chances[0].double().log() + gumbel(seed, 1, 2, size)
+        assert int(draw(chances, seed, [1], [2])) == int(scores.argmax())
+
     def test_rows_do_not_matter_to_each_other(self) -> None:
         rows = logits_of(3, 6).softmax(-1)
         together = draw(rows, 9, range(6), range(10, 16)).tolist()
