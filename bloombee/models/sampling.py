@@ -23,7 +23,7 @@ from bloombee.models.drawing import draw, gumbel
 from bloombee.models.scores import has_penalties, needs_processing, processed
 from bloombee.protocol.messages import Sampling
 
-__all__ = ["Chooser", "Chosen", "choose", "draw", "gumbel"]
+__all__ = ["Chooser", "Chosen", "advance", "choose", "draw", "gumbel", "pick"]
 
 End = Literal["", "stop", "length"]
 
@@ -119,6 +119,19 @@ def choose(logits: Float[torch.Tensor, "R V"], choosers: Sequence[Chooser]) -> t
     Of equally good tokens the first is taken. Raises StepFailed for logits that are
     not finite, and where no token is possible.
     """
+    chosen = pick(logits, choosers)
+    advance(choosers, chosen)
+    return chosen
+
+
+def advance(choosers: Sequence[Chooser], chosen: Sequence[Chosen]) -> None:
+    """Move each chooser on past the token that it chose."""
+    for chooser, each in zip(choosers, chosen, strict=True):
+        chooser.advance(each.token)
+
+
+def pick(logits: Float[torch.Tensor, "R V"], choosers: Sequence[Chooser]) -> tuple[Chosen, ...]:
+    """As `choose`, but the choosers stay where they are."""
     if not choosers:
         return ()
     _check_finite(logits)
@@ -133,16 +146,14 @@ def choose(logits: Float[torch.Tensor, "R V"], choosers: Sequence[Chooser]) -> t
         on_host = logits[others].float().cpu()
         for row, scores in zip(others, on_host, strict=True):
             chosen[row] = choosers[row].pick(scores)
-    for row, chooser in enumerate(choosers):
-        chooser.advance(chosen[row].token)
     return tuple(chosen[row] for row in range(len(choosers)))
 
 
 def _check_finite(logits: torch.Tensor) -> None:
-    low, high = torch.aminmax(logits)
+    low, high = torch.stack(torch.aminmax(logits)).tolist()
     if not (math.isfinite(low) and math.isfinite(high)):
         raise StepFailed(
-            f"the model's logits are not finite (from {float(low)} to {float(high)}): "
+            f"the model's logits are not finite (from {low} to {high}): "
             "the weights are broken, or their dtype is too narrow"
         )
 

@@ -19,11 +19,14 @@ from jaxtyping import Float
 from bloombee.core import SessionId
 from bloombee.errors import BloomBeeError, StepFailed
 from bloombee.kv.interface import BatchItem, KVPool
-from bloombee.models.sampling import choose
+from bloombee.models.sampling import Chooser, Chosen, advance, pick
 from bloombee.protocol.messages import Operations
 from bloombee.server.work import Model, Waiting
 
 logger = logging.getLogger(__name__)
+
+HEAD_ROWS = 256
+"""At most so many go through the head at once: logits of 128,000 tokens take 131 MB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,8 +156,8 @@ def _choose(model: Model, waiting: Sequence[Waiting]) -> list[Failure]:
         return []
     choosers = [one.choosers for one in asking]
     try:
-        logits = model.logits(_cat([one.joined() for one in asking], model.dtype))
-        chosen = choose(logits, [chooser for each in choosers for chooser in each])
+        rows = _cat([one.joined() for one in asking], model.dtype)
+        chosen = _choose_all(model, rows, [chooser for each in choosers for chooser in each])
     except Exception as error:
         if len(asking) > 1:
             return [failure for one in asking for failure in _choose(model, [one])]
@@ -165,6 +168,17 @@ def _choose(model: Model, waiting: Sequence[Waiting]) -> list[Failure]:
     for one, each in zip(asking, choosers, strict=True):
         one.chosen = tuple(itertools.islice(tokens, len(each)))
     return []
+
+
+def _choose_all(
+    model: Model, rows: Float[torch.Tensor, "R D"], choosers: Sequence[Chooser]
+) -> list[Chosen]:
+    """A token for each row; the choosers move on, all of them or none."""
+    chosen: list[Chosen] = []
+    for part in rows.split(HEAD_ROWS):
+        chosen += pick(model.logits(part), choosers[len(chosen) : len(chosen) + len(part)])
+    advance(choosers, chosen)
+    return chosen
 
 
 def _roll_back(pool: KVPool, waiting: Waiting) -> None:

@@ -14,6 +14,7 @@ from bloombee.core import PackedTable, Phase, SessionId, Span
 from bloombee.errors import StepFailed, Unsupported
 from bloombee.models.sampling import Chooser
 from bloombee.protocol.messages import Sampling
+from bloombee.server import forward
 from bloombee.server.executor import ExecutorSettings
 from bloombee.server.work import Outcome, StepWork
 from tests.counting_pool import SPAN, VOCABULARY, WIDTH, AddingModel, CountingPool
@@ -199,6 +200,22 @@ def test_a_head_that_is_not_held_fails_who_asks_for_it() -> None:
         assert type((await a).error) is Unsupported
         assert (await b).error is None
 
+    run(test)
+
+
+def test_many_rows_go_through_the_head_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forward, "HEAD_ROWS", 2)
+
+    async def test(bench: Bench) -> None:
+        own = [chooser(), chooser(), chooser()]
+        good = bench.submit(A, chain(1, 1, 1), rows_of([3, 4, 5]), *own)
+        bad = bench.submit(B, chain(1, 1), rows_of([3, torch.nan]), chooser(), own_of_bad)
+        assert tokens(await good) == [7, 8, 9]
+        assert bench.model.scored == [2, 2, 1, 2, 1, 2]  # together in vain, then each alone
+        assert [each.drawn for each in own] == [1, 1, 1]
+        assert type((await bad).error) is StepFailed and own_of_bad.drawn == 0
+
+    own_of_bad = chooser()
     run(test)
 
 
