@@ -8,12 +8,14 @@ import pytest
 
 from bloombee.models import open_source
 from tests.client_swarm import ClientSwarm, Size
-from tests.swarm.disturbed import THREE
+from tests.swarm.beginning import LONG, begins, kept
+from tests.swarm.disturbed import THREE, same
 from tests.tiny import reference, tiny_model
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from bloombee.client import DistributedModelForCausalLM
     from bloombee.models import ModelSource
 
 
@@ -34,3 +36,12 @@ def three(source: ModelSource) -> Iterator[ClientSwarm]:
     """A swarm of three stages, none of them twice."""
     with ClientSwarm(source, THREE, Size(kv_tokens=4096)) as swarm:
         yield swarm
+
+
+@pytest.fixture
+def warm(three: ClientSwarm, local: Any) -> DistributedModelForCausalLM:
+    """A client of `three` whose first session has left three chunks of its prompt on each stage."""
+    model = three.model()
+    same(local, model, begins(LONG), max_new_tokens=2)
+    kept(three, 3, 3, 3)
+    return model
