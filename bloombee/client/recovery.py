@@ -55,10 +55,14 @@ class _Case:
 
 
 class Recoverer:
-    """Recovers one session. `is_due` while its stages don't hold it."""
+    """Recovers one session. `is_due` while its stages don't hold it.
+
+    `is_caring` while a run is under way that no call waits for.
+    """
 
     def __init__(self, circuit: Circuit, around: Surroundings, past: Past) -> None:
         self.is_due = False
+        self.is_caring = False
         self._circuit = circuit
         self._around = around
         self._past = past
@@ -67,6 +71,8 @@ class Recoverer:
         self._rebuilder = Rebuilder(circuit, past, around.settings)
         self._casebook = Casebook(first_pause_s=FIRST_PAUSE_S, longest_pause_s=LONGEST_PAUSE_S)
         self._is_unproven = True
+        self._vain: BloomBeeError | None = None
+        """Why the last run has failed, if it has."""
 
     def progress(self) -> None:
         """A step was answered."""
@@ -81,17 +87,29 @@ class Recoverer:
         self._casebook.progress()
         self.is_due = True
 
-    async def run(self, until_s: float, *, is_patient: bool) -> None:
+    async def run(self, until_s: float, *, is_patient: bool, since_s: float | None = None) -> None:
         """Work until all stages hold what was answered; pending steps are then to be sent.
 
+        What it may take counts from `since_s`, when whoever waits for it has waited for an
+        earlier run already.
         Raises SwarmError when blocks have no holder (for too long, if it `is_patient`), the
         error of a stage that no other could mend, or DeadlineExceeded at `until_s` of the
         event loop's time.
         """
-        now_s = asyncio.get_running_loop().time()
-        limit_s = min(until_s, now_s + self._settings.recovery_s)
-        case = _Case(now_s, limit_s, self._circuit.route.stages)
-        self.is_due = True
+        begun_s = asyncio.get_running_loop().time() if since_s is None else since_s
+        limit_s = min(until_s, begun_s + self._settings.recovery_s)
+        case = _Case(begun_s, limit_s, self._circuit.route.stages)
+        case.last = None if since_s is None else self._vain
+        self.is_due, self.is_caring = True, not is_patient
+        try:
+            await self._recover(case, until_s, is_patient=is_patient)
+        finally:
+            self.is_caring = False
+        self._is_unproven = True
+        self._vain = None
+        self._note_success(case)
+
+    async def _recover(self, case: _Case, until_s: float, *, is_patient: bool) -> None:
         while self.is_due:
             treatment = self._treat(case)
             try:
@@ -107,8 +125,6 @@ class Recoverer:
                 if not is_patient:
                     raise
                 self._wait_for_holders(case, missing)
-        self._is_unproven = True
-        self._note_success(case)
 
     def _treat(self, case: _Case) -> Treatment:
         reports = self._circuit.take_reports()
@@ -198,6 +214,7 @@ class Recoverer:
             _log.warning("waiting up to %.0f s for other servers: %s", left_s, missing)
 
     def _late(self, case: _Case, until_s: float) -> BloomBeeError:
+        self._vain = case.last
         waited_s = asyncio.get_running_loop().time() - case.begun_s
         why = f": {case.last}" if case.last is not None else ""
         if case.is_waiting or case.until_s < until_s:

@@ -168,10 +168,10 @@ class RemoteSession:
         self._check(table)
         limit_s = self._limit_s(within_s)
         until_s = asyncio.get_running_loop().time() + limit_s
-        await self._take_turn(until_s, limit_s)
+        since_s = await self._take_turn(until_s, limit_s)
         try:
             if self._ledger or self._circuit.alarm.is_set() or self._recoverer.is_due:
-                await self._settle(until_s)
+                await self._settle(until_s, since_s=since_s)
             sent = self._enter(rows, table, entries, operations, want, phase)
             await self._settle(until_s)
         except DeadlineExceeded as error:
@@ -184,15 +184,18 @@ class RemoteSession:
     def _limit_s(self, within_s: float | None) -> float:
         return self._settings.step_s if within_s is None else min(within_s, self._settings.step_s)
 
-    async def _take_turn(self, until_s: float, limit_s: float) -> None:
+    async def _take_turn(self, until_s: float, limit_s: float) -> float | None:
+        """Wait for the lock; since when, where it was a recovery that was waited for."""
         if not self._lock.locked() and limit_s > 0:
             await self._lock.acquire()
-            return
+            return None
+        since_s = asyncio.get_running_loop().time() if self._recoverer.is_caring else None
         try:
             async with asyncio.timeout_at(until_s):
                 await self._lock.acquire()
         except TimeoutError:
             raise self._late(limit_s) from None
+        return since_s
 
     def _check(self, table: PackedTable) -> None:
         if self._closed is not None:
@@ -264,14 +267,17 @@ class RemoteSession:
         shape = (rows, self.terms.hidden_size)
         return decode_rows(output.payload, content, shape, self.terms.dtype)[: part.kept]
 
-    async def _settle(self, until_s: float, *, is_patient: bool = True) -> None:
-        """Send and wait until nothing is pending, recovering as often as it takes."""
+    async def _settle(
+        self, until_s: float, *, is_patient: bool = True, since_s: float | None = None
+    ) -> None:
+        """Send and wait until nothing is pending; `since_s` is for the first recovery it takes."""
         circuit = self._circuit
         while True:
             if self._moving.is_due:
                 await self._moving.request()
             if circuit.reports or self._recoverer.is_due:
-                await self._recover(until_s, is_patient=is_patient)
+                await self._recover(until_s, is_patient=is_patient, since_s=since_s)
+                since_s = None
             circuit.alarm.clear()
             try:
                 async with circuit.waiting(until_s, "an answer"):
@@ -314,9 +320,9 @@ class RemoteSession:
         if self._circuit.is_closing:
             raise TransportError("the session was closed")
 
-    async def _recover(self, until_s: float, *, is_patient: bool) -> None:
+    async def _recover(self, until_s: float, *, is_patient: bool, since_s: float | None) -> None:
         try:
-            await self._recoverer.run(until_s, is_patient=is_patient)
+            await self._recoverer.run(until_s, is_patient=is_patient, since_s=since_s)
         except Interrupted:
             self._check_open()
         except (RequestError, StepFailed):

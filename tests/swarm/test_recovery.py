@@ -328,6 +328,32 @@ def test_the_session_goes_on_when_coverage_returns(three: ClientSwarm, local: An
     all_free(three)
 
 
+def test_a_call_waits_no_longer_for_what_was_tried_before_it(
+    three: ClientSwarm, local: Any
+) -> None:
+    """The session recovers by itself, in vain; a call that comes meanwhile shares its time."""
+    spare, freed = three.add(THREE[1]), threading.Event()
+    forward = spare._parts.model.forward
+
+    def stuck(*arguments: Any, **named: Any) -> torch.Tensor:
+        freed.wait(20)
+        return forward(*arguments, **named)
+
+    spare._parts.model.forward = stuck
+    favour(three, three.stages[1])
+    model = three.model(QUICK.model_copy(update={"recovery_s": 3.0}))
+    with model.inference_session(max_length=80):
+        same(local, model, max_new_tokens=3)
+        three.now(lambda: three.kill(three.stages[1]))
+        threading.Event().wait(1.0)
+        begun = time.monotonic()
+        with pytest.raises(SwarmError, match=r"could not be replaced in 3\.\d s"):
+            model.generate(IDS, max_new_tokens=NEW, **GREEDY)
+        assert time.monotonic() - begun == pytest.approx(3.0, abs=0.5)
+        freed.set()
+        same(local, model)
+
+
 def test_a_server_that_comes_back_with_nothing_is_filled_again(
     three: ClientSwarm, local: Any
 ) -> None:
