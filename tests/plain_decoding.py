@@ -7,6 +7,7 @@ the client head as well.
 from __future__ import annotations
 
 import asyncio
+import threading
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -62,8 +63,13 @@ class Row:
         self._chooser = Chooser.of(filled, model.source.vocab_size)
         self._next = torch.tensor([list(prompt)])
         self._cache: Any = None
+        self._turn = threading.Lock()
 
     def step(self, number: int) -> Token:
+        with self._turn:
+            return self._step(number)
+
+    def _step(self, number: int) -> Token:
         found: Any = self._model(self._next, cache=self._cache, use_cache=True, logits_to_keep=1)
         self._cache = found.cache
         (chosen,) = choose(found.logits[0, -1:], [self._chooser])
@@ -71,5 +77,6 @@ class Row:
         return Token(number, chosen.token, chosen.finished, chosen.logprob, chosen.alternatives)
 
     def close(self) -> None:
-        if self._cache is not None:
-            self._cache.close()
+        with self._turn:  # a step that nobody waits for any more may still run
+            if self._cache is not None:
+                self._cache.close()

@@ -55,6 +55,7 @@ class ScriptedModel(ManyPromptsMixin):
     reply: Callable[[Sequence[int], Sampling], list[int]] = echo
     room: int = 1000
     pause_s: float = 0.0
+    patience: float = 0.0
     failures: dict[int, Exception] = field(default_factory=dict)
     _loop: LoopThread = field(default_factory=LoopThread)
 
@@ -64,6 +65,10 @@ class ScriptedModel(ManyPromptsMixin):
         self.opened = 0
         self.source: Any = SimpleNamespace(name="scripted")
         self.asked: list[tuple[Sampling, ...]] = []
+
+    @property
+    def patience_s(self) -> float:
+        return self.patience
 
     @property
     def words(self) -> Words:

@@ -11,9 +11,13 @@ from dataclasses import dataclass
 from bloombee.client.completions import Completion, complete, failure
 from bloombee.client.decoding import Decodes
 from bloombee.client.prompts import Job, Words
-from bloombee.errors import BloomBeeError, KVFull
+from bloombee.errors import BloomBeeError, DeadlineExceeded, KVFull
+from bloombee.planner.recovery import doubled
 
 _log = logging.getLogger(__name__)
+
+FIRST_PAUSE_S = 0.5
+LONGEST_PAUSE_S = 4.0
 
 
 class Places:
@@ -56,9 +60,14 @@ class Places:
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """How a crew works: at most `concurrency` prompts at a time, each for `deadline_s`."""
+    """How a crew works: at most `concurrency` prompts at a time, each for `deadline_s`.
+
+    A prompt that fails of the swarm (a server that no other replaces) is tried again for
+    `patience_s` from its first failure.
+    """
 
     concurrency: int
+    patience_s: float
     deadline_s: float | None = None
     on_token: Callable[[], None] = lambda: None
 
@@ -124,9 +133,8 @@ class Crew:
             task.add_done_callback(self._working.discard)
 
     async def _work(self, job: Job) -> None:
-        terms = self._terms
         try:
-            ended = await complete(self._source, job, self._words, terms.deadline_s, terms.on_token)
+            ended = await self._complete(job)
         except KVFull as error:
             if self._places.found_no_room():
                 _log.info("prompt %d waits for room: %s", job.index, error)
@@ -146,3 +154,23 @@ class Crew:
         self._ended.append(ended)
         self._news.set()
         self._fill()
+
+    async def _complete(self, job: Job) -> Completion:
+        """The answer, tried for again while the swarm may come back."""
+        terms, now_s = self._terms, asyncio.get_running_loop().time
+        until_s: float | None = None
+        failures = 0
+        while True:
+            try:
+                return await complete(
+                    self._source, job, self._words, terms.deadline_s, terms.on_token
+                )
+            except (KVFull, DeadlineExceeded):
+                raise
+            except BloomBeeError as error:
+                until_s = now_s() + terms.patience_s if until_s is None else until_s
+                if not error.retry or now_s() >= until_s:
+                    raise
+                _log.info("prompt %d is tried again: %s", job.index, error)
+            await asyncio.sleep(doubled(FIRST_PAUSE_S, failures, LONGEST_PAUSE_S))
+            failures += 1

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig
 
     from bloombee.client.decoding import Token
+    from bloombee.client.swarm_access import SwarmAccess
     from bloombee.models import ModelSource
     from bloombee.protocol.messages import Sampling
 
@@ -122,6 +123,7 @@ class ManyPromptsMixin:
         source: ModelSource
         generation_config: GenerationConfig
         _loop: LoopThread
+        _access: SwarmAccess
 
         def decode(
             self,
@@ -147,7 +149,8 @@ class ManyPromptsMixin:
         """Answer many prompts: texts, token ids, chats, or a Request with its own parameters.
 
         Gives a Completion for each prompt, in their order or (`ordered=False`) as they
-        finish; one that fails has the `error` of its own. `params`, or `parameters`, which
+        finish; one that fails has the `error` of its own, after the settings' `recovery_s` if
+        the swarm is at fault. `params`, or `parameters`, which
         are fields of SamplingParams, hold for prompts that are no Request. `concurrency`
         prompts are in flight, fewer where servers have no room; a finished one is replaced
         at once. `prompts` may be a generator and is read only as far ahead as needed.
@@ -164,10 +167,15 @@ class ManyPromptsMixin:
             raise RequestError("prompts are a list or a generator: put a single one into a list")
         requests = (as_request(prompt, common) for prompt in prompts)
         ready = partial(prepare, words=self.words, limits=self.limits)
-        terms = Terms(concurrency or IN_FLIGHT, deadline_s, on_token)
+        terms = Terms(concurrency or IN_FLIGHT, self.patience_s, deadline_s, on_token)
         crew = Crew(self, self.words, terms, self._loop.tasks)
         source = _Source(enumerate(requests), ready, _AHEAD * terms.concurrency)
         return Answers(source, crew, self._loop, ordered=ordered)
+
+    @property
+    def patience_s(self) -> float:
+        """How long a prompt waits for a swarm that can't answer it, by the settings."""
+        return self._access.settings.recovery_s
 
     @property
     def words(self) -> Words:

@@ -16,7 +16,7 @@ from bloombee.client.async_model import AsyncDistributedModelForCausalLM
 from bloombee.client.crew import Places
 from bloombee.client.parameters import SamplingParams
 from bloombee.client.prompts import Request
-from bloombee.errors import KVFull, RequestError, StepFailed
+from bloombee.errors import KVFull, RequestError, StepFailed, SwarmError
 from tests.scripted_model import MAX_LENGTH, ScriptedModel
 
 if TYPE_CHECKING:
@@ -76,6 +76,24 @@ def test_one_that_fails_takes_nothing_with_it(model: ScriptedModel) -> None:
     with pytest.raises(StepFailed, match="a stage says no"):
         _ = found[2].text
     assert [each.text for each in found[3:20]] == TEXTS[3:]
+
+
+def test_one_that_the_swarm_fails_is_tried_again_for_a_while(model: ScriptedModel) -> None:
+    model.failures[ord("c")] = SwarmError("no server holds blocks 1:2")
+    model.patience = 30
+
+    def mend() -> None:
+        wait_until(lambda: model.opened > len(TEXTS))
+        model.failures.clear()
+
+    mending = threading.Thread(target=mend)
+    mending.start()
+    assert [each.text for each in model.generate_many(TEXTS)] == TEXTS
+    mending.join()
+    model.failures[ord("c")] = SwarmError("no server holds blocks 1:2")
+    model.patience = 0
+    (found,) = model.generate_many(["cc"])
+    assert isinstance(found.error, SwarmError)
 
 
 def test_a_bug_is_raised_and_nothing_goes_on(model: ScriptedModel) -> None:
