@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import sys
@@ -19,7 +20,7 @@ from bloombee.cli.serving import (
     write_ready_file,
 )
 from bloombee.config.environment import use_passive_threads, use_quiet_grpc
-from bloombee.config.flags import parse
+from bloombee.config.flags import USAGE_ERROR, parse
 from bloombee.config.settings import DrainSettings, ServerSettings
 from bloombee.telemetry import configure_logging
 
@@ -30,10 +31,20 @@ if TYPE_CHECKING:
 
 PROG = "bloombee-server"
 
+_STARTING = {
+    "--" + name.replace("_", "-")
+    for name in ServerSettings.model_fields.keys() - DrainSettings.model_fields.keys()
+}
+"""Flags of a server that starts."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code."""
-    if "--drain" in (sys.argv[1:] if argv is None else argv):
+    words = sys.argv[1:] if argv is None else argv
+    if (mistake := misused(words)) is not None:
+        print(f"{PROG}: {mistake}", file=sys.stderr)
+        return USAGE_ERROR
+    if "--drain" in words:
         return _drain(argv)
     settings = parse(
         ServerSettings, argv, prog=PROG, description="Serve a part of a model to a swarm."
@@ -46,7 +57,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     from bloombee.server.server import run_server
 
+    served: list[Serving] = []
+
     def report(serving: Serving) -> None:
+        served.append(serving)
         print(f"ready: {serving}", flush=True)
         if settings.ready_file is not None:
             write_ready_file(
@@ -66,9 +80,30 @@ def main(argv: Sequence[str] | None = None) -> int:
             await run_server(settings, report, swarm_key=swarm_key)
 
     code = run_until_stopped(PROG, serve(), uvloop.new_event_loop, also=DRAIN_SIGNAL)
+    if served and code == 0:
+        with contextlib.suppress(BrokenPipeError):  # whoever read may have gone first
+            print(f"left: blocks {served[0].span} of {served[0].model}, served no more", flush=True)
     gc.freeze()  # else the interpreter takes seconds to look for garbage in torch
     _end_if_computing(code)
     return code
+
+
+def misused(words: Sequence[str]) -> str | None:
+    """What is wrong with how `--drain` and `--pid` stand in a command line, if anything."""
+    flags = [word.partition("=")[0] for word in words if word.startswith("--")]
+    if "--drain" not in flags:
+        if "--pid" in flags:
+            return "--pid names the server that --drain is for: write --drain --pid N"
+        return None
+    if "--drain" not in words:
+        return "--drain takes no value: write --drain, alone or with --pid N"
+    strange = [flag for flag in flags if flag in _STARTING]
+    if strange:
+        return (
+            f"{strange[0]} starts a server, --drain ends those that run: "
+            "write --drain, alone or with --pid N"
+        )
+    return None
 
 
 def _drain(argv: Sequence[str] | None) -> int:

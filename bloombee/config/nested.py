@@ -36,6 +36,10 @@ def _told(model: type[Settings], detail: ErrorDetails) -> str:
     at = f": {place}" if place else ""
     if detail["type"] == "missing":
         return f"{at} is required"
+    if detail["type"] == "too_short":
+        context = detail.get("ctx", {})
+        listed, least = context.get("actual_length"), context.get("min_length")
+        return f"{at} lists {listed}: list at least {least}"
     if detail["type"] == "extra_forbidden":
         key = str(detail["loc"][-1])
         parent = at.removesuffix(key).rstrip(".: ")

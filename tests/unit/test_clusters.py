@@ -113,6 +113,14 @@ def test_mistakes(tmp_path: Path, old: str, new: str, complaint: str) -> None:
     assert "\n" not in str(caught.value)
 
 
+def test_a_cluster_of_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text("machines: []")
+    with pytest.raises(SettingsError) as caught:
+        read_cluster(path)
+    assert str(caught.value) == f"{path}: machines lists 0: list at least 1"
+
+
 def test_missing_file(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="can't be read"):
         read_cluster(tmp_path / "none.yaml")

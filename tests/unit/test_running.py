@@ -154,8 +154,12 @@ def test_a_state_folder_that_cannot_be_written(
         (["--drain"], 1, "--drain: no server of yours runs on this machine"),
         (["--drain", "--pid", "none"], 2, "--pid: should be a valid integer, got 'none'"),
         (["--drain", "--pid", "0"], 2, "--pid: should be greater than 0, got '0'"),
-        (["--drain", "--blocks", "0:1"], 2, "unknown flag --blocks"),
-        (["--model", "m", "--new-swarm", "--pid", "4"], 2, "add --drain"),
+        (["--drain", "--blocks", "0:1"], 2, "--blocks starts a server, --drain ends those that"),
+        (["--model=m", "--drain"], 2, "--model starts a server"),
+        (["--drain", "--bloks", "0:1"], 2, "unknown flag --bloks"),
+        (["--drain=now"], 2, "--drain takes no value: write --drain"),
+        (["--pid", "4"], 2, "--pid names the server that --drain is for: write --drain --pid N"),
+        (["--model", "m", "--new-swarm", "--pid", "4"], 2, "write --drain --pid N"),
     ],
 )
 def test_mistakes_are_one_line(
