@@ -13,7 +13,6 @@ from bloombee.errors import (
     ProtocolError,
     RequestError,
     StaleEpoch,
-    Unsupported,
 )
 from bloombee.protocol.messages import (
     Attach,
@@ -42,7 +41,7 @@ class TestOpening:
             ({"start": 3, "end": 9}, RequestError),
             ({"sequences": 17}, RequestError),
             ({"max_length": 501}, RequestError),
-            ({"output": "logits"}, Unsupported),
+            ({"stages": 0}, RequestError),
             ({"sequences": 3, "max_length": 400}, RequestError),
         ],
     )
