@@ -265,7 +265,7 @@ class Steps:
             told = computed(entered, outcome)
             put(Finished(step, told, size, taken_us, decode_us, expires_s))
 
-        done = self._parts.prefixes.begin_step(session, step, done)
+        kept = self._parts.prefixes.begin_step(session, step, done)
         session.held.began(entered)
         if table.is_decode and step.phase == "decode":
             live = self._parts.live_rows
@@ -283,7 +283,7 @@ class Steps:
                 rows=rows,
                 wanted=_wanted(session, step),
                 wire_dtype=torch_dtype(session.wire_dtype),
-                done=self._parts.admission.begin_step(session.id, span, operations.releases, done),
+                done=self._parts.admission.begin_step(session.id, span, operations.releases, kept),
                 client=session.owner,
             )
         )
