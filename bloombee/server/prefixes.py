@@ -1,7 +1,7 @@
 """Prompts that begin alike are computed once: a stage keeps their KV, and begins with it.
 
-Behind each prefill the chunks that it completed are copied to host memory, one short job
-of the compute thread after the other. A session that opens with a prompt of the same
+Behind each prefill the chunks that it completed are copied to host memory, in short jobs
+of the compute thread. A session that opens with a prompt of the same
 tokens gets copies: the same bits. Chunks are found only by sessions of the same client, on
 the same blocks, in the same wire dtype, unless the operator lets clients share; a client that
 lies about its tokens then gives others wrong ones.
@@ -16,13 +16,15 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+from jaxtyping import Float
 
 from bloombee.core import PackedTable, SessionId, Span
 from bloombee.errors import BloomBeeError
-from bloombee.kv.interface import KVPool
+from bloombee.kv.interface import KVPool, KVShape
 from bloombee.protocol.messages import ADOPTED_STEP, PREFIX_TOKENS, Chain, Step
 from bloombee.server.admission import Done
 from bloombee.server.executor import Executor
+from bloombee.server.journal import Journal
 from bloombee.server.parking import JOB_BYTES
 from bloombee.server.prefix_store import Chunk, Content, PrefixStore
 from bloombee.server.prompts import Prompt, Prompts
@@ -35,6 +37,8 @@ from bloombee.telemetry import Registry
 logger = logging.getLogger(__name__)
 
 NAMESPACE_BYTES = 16
+COPY_BYTES = 2 * JOB_BYTES
+"""Of one job; what a part of a prompt completes is often one, done before its session can end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +46,7 @@ class PrefixParts:
     """What keeping prompts takes. `limit_bytes` 0: keep none."""
 
     executor: Executor
+    shape: KVShape
     tasks: BackgroundTasks
     telemetry: Registry
     limit_bytes: int
@@ -125,55 +130,103 @@ class Prefixes:
             prompts.computed(step)
             if not prompts.busy and prompts.ready() is not None:
                 prompts.busy = True
-                keeping = self._keep(session, prompts)
-                session.keep_task(self._parts.tasks.start(keeping, "keeping a prompt"))
+                # Not of the session: what is queued by now is copied even if it ends.
+                self._parts.tasks.start(self._keep(session, prompts), "keeping a prompt")
 
         return computed
 
     async def _keep(self, session: Session, prompts: Prompts) -> None:
-        """Keep what is ready, chunk by chunk, until there is no more of it."""
+        """Keep what is ready, until there is no more of it, or it may be something else."""
         try:
-            while (found := prompts.ready()) is not None:
+            while session.held.prompts is prompts and (found := prompts.ready()) is not None:
                 sequence, prompt = found
-                if not await self._keep_next(session, prompts, sequence, prompt):
+                if not await self._keep_some(session, sequence, prompt):
                     prompt.sure = 0
-                prompt.looked += 1
         except BloomBeeError as error:
             logger.debug("a prompt of %s is not kept: %s", session.owner, error)
         finally:
             prompts.busy = False
 
-    async def _keep_next(
-        self, session: Session, prompts: Prompts, sequence: int, prompt: Prompt
-    ) -> bool:
-        """Keep the next chunk of one sequence; False when nothing can follow it.
+    async def _keep_some(self, session: Session, sequence: int, prompt: Prompt) -> bool:
+        """Keep the next chunks of one sequence; False when nothing can follow them.
 
         Raises RequestError when the session was closed, or its KV isn't in the pool.
         """
-        index, store = prompt.looked, self.store
-        parent = store.get(prompt.keys[index - 1]) if index else None
-        if index and parent is None:
+        parent = self._look(prompt)
+        if prompt.looked and parent is None:
             return False
-        if (chunk := store.get(prompt.keys[index])) is not None:
-            store.touch(chunk)
-            return chunk.parent is parent
-        span, table = session.context.terms.span, _table(sequence, index)
-        with store.use(() if parent is None else (parent,)):
-            kv = await self._copy(session.id, table, span)
-        is_sure = (index + 1) * PREFIX_TOKENS <= prompt.sure
-        if session.held.prompts is not prompts or not is_sure:
+        shape, held = self._parts.shape, session.held
+        span, prompts = session.context.terms.span, held.prompts
+        chunk_bytes = len(span) * PREFIX_TOKENS * shape.block_token_bytes
+        count = min(prompt.ready, max(1, COPY_BYTES // chunk_bytes))
+        if not count:
+            return True
+        copy = Copy(shape, span, sequence, range(prompt.looked, prompt.looked + count))
+        with self.store.use(() if parent is None else (parent,)):
+            while not copy.is_whole:
+                await self._parts.executor.call(partial(copy.advance, session.id))
+        if session.held is not held or held.prompts is not prompts or prompt.ready < count:
             return False  # by now it may hold something else
-        rows = None if session.held.journal is None else session.held.journal.rows(table).clone()
-        return store.put(prompt.keys[index], parent, Content(kv, rows)) is not None
+        for index, kv in zip(copy.chunks, copy.kv, strict=True):
+            content = Content(
+                kv, None if held.journal is None else _rows(held.journal, copy, index)
+            )
+            parent = self.store.put(prompt.keys[index], parent, content)
+            if parent is None:
+                return False
+            prompt.looked += 1
+        return True
 
-    async def _copy(self, session: SessionId, table: PackedTable, span: Span) -> torch.Tensor:
-        """KV of the tokens of `table` in host memory, `[L, 2, N, K, E]`."""
-        copy: torch.Tensor | None = None
-        first = span.start
-        while copy is None or first < span.end:
-            job = partial(_export, session, table, span, first, copy)
-            first, copy = await self._parts.executor.call(job)
-        return copy
+    def _look(self, prompt: Prompt) -> Chunk | None:
+        """Pass what is held already; the chunk that the next one follows."""
+        parent = self.store.get(prompt.keys[prompt.looked - 1]) if prompt.looked else None
+        while prompt.ready:
+            chunk = self.store.get(prompt.keys[prompt.looked])
+            if chunk is None or chunk.parent is not parent:
+                break
+            parent = chunk
+            prompt.looked += 1
+        if parent is not None:
+            self.store.touch(parent)
+        return parent
+
+
+class Copy:
+    """KV of some `chunks` of one sequence on its way to host memory, each by itself."""
+
+    def __init__(self, shape: KVShape, span: Span, sequence: int, chunks: range) -> None:
+        self.chunks = chunks
+        self.sequence = sequence
+        self.kv: list[Float[torch.Tensor, "L 2 N K E"]] = []
+        self._shape = shape
+        self._span = span
+        self._block = span.start
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all blocks are copied."""
+        return self._block == self._span.end
+
+    def advance(self, session: SessionId, pool: KVPool) -> None:
+        """Copy some more blocks; for the compute thread. Raises RequestError."""
+        shape, chunks = self._shape, self.chunks
+        if not self.kv:
+            size = (len(self._span), 2, PREFIX_TOKENS, shape.kv_heads, shape.head_size)
+            pinned = shape.device.type == "cuda"
+            self.kv = [torch.empty(size, dtype=shape.dtype, pin_memory=pinned) for _ in chunks]
+        first, stop = chunks.start * PREFIX_TOKENS, chunks.stop * PREFIX_TOKENS
+        count = max(1, COPY_BYTES // (shape.block_token_bytes * (stop - first)))
+        for block in range(self._block, min(self._span.end, self._block + count)):
+            exported = pool.export(session, self.sequence, block, first, stop)
+            for part, values in enumerate(exported):
+                for kv, chunk in zip(self.kv, values.split(PREFIX_TOKENS), strict=True):
+                    kv[block - self._span.start, part].copy_(chunk)
+            self._block = block + 1
+
+
+def _rows(journal: Journal, copy: Copy, index: int) -> Float[torch.Tensor, "N D"]:
+    """Those of one chunk, in memory of their own."""
+    return journal.rows(_table(copy.sequence, index)).clone()
 
 
 def _keys(namespace: bytes, chains: Sequence[Chain]) -> Iterator[tuple[bytes, ...]]:
@@ -184,27 +237,6 @@ def _keys(namespace: bytes, chains: Sequence[Chain]) -> Iterator[tuple[bytes, ..
 def _table(sequence: int, index: int) -> PackedTable:
     """The tokens of one chunk."""
     return PackedTable((sequence,), (index * PREFIX_TOKENS,), (PREFIX_TOKENS,))
-
-
-def _export(
-    session: SessionId,
-    table: PackedTable,
-    span: Span,
-    first: int,
-    copy: torch.Tensor | None,
-    pool: KVPool,
-) -> tuple[int, torch.Tensor]:
-    """Copy blocks from `first` on, as many as one job may; the block that is next then."""
-    shape, start, count = pool.shape, table.first_positions[0], table.counts[0]
-    if copy is None:
-        size = (len(span), 2, count, shape.kv_heads, shape.head_size)
-        copy = torch.empty(size, dtype=shape.dtype, pin_memory=shape.device.type == "cuda")
-    stop = min(span.end, first + max(1, JOB_BYTES // (shape.block_token_bytes * count)))
-    for block in range(first, stop):
-        exported = pool.export(session, table.sequences[0], block, start, start + count)
-        for part, values in zip(copy[block - span.start], exported, strict=True):
-            part.copy_(values)
-    return stop, copy
 
 
 def _loads(

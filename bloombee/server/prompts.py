@@ -31,9 +31,9 @@ class Prompt:
         self.sure = len(self.keys) * PREFIX_TOKENS
 
     @property
-    def is_ready(self) -> bool:
-        """Whether another chunk could be kept now."""
-        return (self.looked + 1) * PREFIX_TOKENS <= min(self.computed, self.sure)
+    def ready(self) -> int:
+        """How many more chunks could be kept now."""
+        return max(0, min(self.computed, self.sure) // PREFIX_TOKENS - self.looked)
 
     @property
     def is_over(self) -> bool:
@@ -86,6 +86,6 @@ class Prompts:
     def ready(self) -> tuple[int, Prompt] | None:
         """A sequence of which another chunk can be kept now."""
         for sequence, prompt in enumerate(self.each):
-            if prompt.is_ready:
+            if prompt.ready:
                 return sequence, prompt
         return None

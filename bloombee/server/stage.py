@@ -85,6 +85,7 @@ class StageServer:
         self.prefixes = Prefixes(
             PrefixParts(
                 executor=self.executor,
+                shape=parts.pool.shape,
                 tasks=self._tasks,
                 telemetry=self.telemetry,
                 limit_bytes=parts.limits.prefix_bytes,
