@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field, model_validator
 
-from benchmarks.emulation import leftovers
+from benchmarks.emulation import leftovers, unprivileged
 from benchmarks.emulation.network import Emulation, missing
 from benchmarks.emulation.tables import AccuracyTable, print_traffic
 from bloombee.cli.local_swarm import LocalSwarm, equal_spans
@@ -27,12 +27,14 @@ from bloombee.swarm import tether
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from bloombee.cli.child import Place
     from bloombee.config.networks import NetworkFile
 
 PROG = "scripts/emulate"
 DESCRIPTION = """Run a swarm in an emulated network, and `-- COMMAND...` in the client's host.
-In COMMAND, {peers}, {model}, {client} and each {HOST} stand for the swarm's addresses to join
-by, the model, and the hosts' addresses. Without COMMAND the client asks --prompt."""
+In COMMAND, {peers}, {model} and each {HOST} stand for the swarm's addresses to join by, the
+model, and the hosts' addresses. Without COMMAND the client asks --prompt. Without root every
+process plays its own line instead; {link} is then the client's, for its --emulate-link."""
 
 
 class EmulateSettings(Settings):
@@ -83,15 +85,15 @@ def run(settings: EmulateSettings, command: Sequence[str]) -> int:
     """
     network = None if settings.network is None else read_network(settings.network)
     reason = missing()
-    if reason:
-        raise SettingsError(f"{reason}; without it only 127.0.0.1 is left: scripts/demo")
+    if reason and (network is None or settings.check or settings.clean):
+        raise SettingsError(reason)
     if settings.clean:
         clean()
     if settings.check:
         with AccuracyTable() as table:
             table.check(network)
     elif network is not None:
-        return _emulate(network, settings, command)
+        return _emulate(network, settings, command, reason)
     return 0
 
 
@@ -105,7 +107,39 @@ def clean() -> None:
         print("nothing is left of any emulation")
 
 
-def _emulate(network: NetworkFile, settings: EmulateSettings, command: Sequence[str]) -> int:
+def _emulate(
+    network: NetworkFile, settings: EmulateSettings, command: Sequence[str], reason: str
+) -> int:
+    """A swarm and a command in the network, or in its shadow when there is a `reason`."""
+    hosts = _server_hosts(network, settings, command)
+    with ExitStack() as stack:
+        if reason:
+            client = unprivileged.place_at(network, CLIENT)
+            places = [unprivileged.place_at(network, host) for host in hosts]
+            _report(_told(network, reason))
+            peers = _start_swarm(settings, places, stack)
+            names = dict.fromkeys(network.host_names, client.host)
+            link = unprivileged.line_at(network, CLIENT)
+            return _run(client, _words(settings, command, link), names, peers)
+        emulation = stack.enter_context(Emulation(network))
+        peers = _start_swarm(settings, [emulation.place(host) for host in hosts], stack)
+        before = emulation.traffic()
+        names = {host: emulation.address(host) for host in emulation.hosts}
+        code = _run(emulation.place(CLIENT), _words(settings, command), names, peers)
+        print_traffic(emulation.traffic().since(before))
+    return code
+
+
+def _told(network: NetworkFile, reason: str) -> str:
+    unplayed = unprivileged.differs(network)
+    but = f"; not played: {unplayed}" if unplayed else ""
+    return f"{reason}: every process plays its own line instead, over 127.0.0.1{but}"
+
+
+def _server_hosts(
+    network: NetworkFile, settings: EmulateSettings, command: Sequence[str]
+) -> list[str]:
+    """The hosts that get a server. Raises SettingsError."""
     if CLIENT not in network.host_names:
         raise SettingsError(f"--network {settings.network}: no host is called {CLIENT!r}")
     hosts = [host for host in network.host_names if host != CLIENT]
@@ -116,56 +150,55 @@ def _emulate(network: NetworkFile, settings: EmulateSettings, command: Sequence[
         )
     if not count and not command:
         raise SettingsError("--servers 0: give a command after --, or there is nothing to run")
-    with ExitStack() as stack:
-        emulation = stack.enter_context(Emulation(network))
-        peers: list[str] = []
-        if count:
-            peers = _start_swarm(emulation, settings, hosts[:count], stack)
-        before = emulation.traffic()
-        code = _run_in_client(emulation, command or _question(settings), peers, settings.model)
-        print_traffic(emulation.traffic().since(before))
-    return code
+    return hosts[:count]
 
 
-def _start_swarm(
-    emulation: Emulation, settings: EmulateSettings, hosts: list[str], stack: ExitStack
-) -> list[str]:
-    """A server in each host, and a node of the DHT beside the first; where to join."""
+def _start_swarm(settings: EmulateSettings, places: list[Place], stack: ExitStack) -> list[str]:
+    """A server at each place, and a node of the DHT beside the first; where to join."""
+    if not places:
+        return []
     # torch and transformers take seconds to import: not for --help or a wrong flag.
     from bloombee.models import open_source
 
     try:
-        spans = equal_spans(open_source(settings.model).num_blocks, len(hosts))
+        spans = equal_spans(open_source(settings.model).num_blocks, len(places))
     except ValueError as error:
-        raise SettingsError(f"--servers {len(hosts)}: {error}; start fewer") from None
-    places = [emulation.place(host) for host in (hosts[0], *hosts)]
+        raise SettingsError(f"--servers {len(places)}: {error}; start fewer") from None
     swarm = LocalSwarm(
         settings.model,
         spans,
         server_flags=("--dtype", settings.dtype, "--threads", "1"),
-        places=places,
-        report=lambda text: print(text, file=sys.stderr, flush=True),
+        places=[places[0], *places],
+        report=_report,
     )
     return stack.enter_context(swarm).initial_peers
 
 
-def _question(settings: EmulateSettings) -> list[str]:
-    flags = ("--model", "{model}", "--dtype", settings.dtype, "--initial-peers", "{peers}")
-    return [sys.executable, "-m", "bloombee.cli.generate", *flags, "--", settings.prompt]
+def _report(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
-def _run_in_client(
-    emulation: Emulation, command: Sequence[str], peers: list[str], model: str
-) -> int:
-    """The command's exit code; it dies with us."""
-    names = {host: emulation.address(host) for host in emulation.hosts}
-    words = [word for each in command for word in _filled(each, {**names, "model": model}, peers)]
+def _words(settings: EmulateSettings, command: Sequence[str], link: str = "") -> list[str]:
+    """The command, or one that asks the prompt, with the model and the client's line."""
+    if not command:
+        flags = ("--model", "{model}", "--dtype", settings.dtype, "--initial-peers", "{peers}")
+        played = ("--emulate-link", link) if link else ()
+        generate = (sys.executable, "-m", "bloombee.cli.generate")
+        command = [*generate, *flags, *played, "--", settings.prompt]
+    return [word.replace("{model}", settings.model).replace("{link}", link) for word in command]
+
+
+def _run(place: Place, command: list[str], names: dict[str, str], peers: list[str]) -> int:
+    """The exit code of a command at a place; it dies with us."""
+    words = [word for each in command for word in _filled(each, names, peers)]
     program = shutil.which(words[0])
     if program is None:
         raise SettingsError(f"-- {words[0]}: no such command")
-    tied = (sys.executable, "-I", "-S", str(tether.__file__), "signal", str(os.getpid()), "-1")
-    prefix = emulation.place(CLIENT).prefix
-    return subprocess.run([*tied, *prefix, program, *words[1:]], check=False).returncode
+    inside = [*place.prefix, program, *words[1:]]
+    if sys.platform == "linux":
+        tied = (sys.executable, "-I", "-S", str(tether.__file__), "signal")
+        inside = [*tied, str(os.getpid()), "-1", *inside]
+    return subprocess.run(inside, check=False).returncode
 
 
 def _filled(word: str, names: dict[str, str], peers: list[str]) -> list[str]:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from benchmarks.emulation.network import Traffic
     from bloombee.config.networks import NetworkFile
 
-WIDTH = 110
+WIDTH = 130
 
 
 class AccuracyTable(AbstractContextManager["AccuracyTable", None]):
@@ -25,9 +25,11 @@ class AccuracyTable(AbstractContextManager["AccuracyTable", None]):
     def __init__(self) -> None:
         self._table = Table(title="TCP between two hosts, nothing else in the network")
         for column in ("from", "to", "Mbit/s", "measured", "off", "RTT ms", "median", "off"):
-            self._table.add_column(column, justify="left" if column in ("from", "to") else "right")
+            self._table.add_column(
+                column, justify="left" if column in ("from", "to") else "right", no_wrap=True
+            )
         for column in ("5 - 95 %", "switch CPU", "late us", "load"):
-            self._table.add_column(column, justify="right")
+            self._table.add_column(column, justify="right", no_wrap=True)
         self._live = Live(self._table, console=Console(width=WIDTH), refresh_per_second=1)
 
     def __enter__(self) -> AccuracyTable:

@@ -31,11 +31,13 @@ _TETHERED = (sys.executable, "-I", "-S", str(tether.__file__), "signal")
 class Place:
     """Where a child runs: the address it listens on, and the command that takes it there.
 
-    `prefix` begins with an absolute path (`/usr/bin/nsenter`), or is empty.
+    `prefix` begins with an absolute path (`/usr/bin/nsenter`), or is empty. `flags` are
+    for a server there, beside those of all.
     """
 
     host: str = "127.0.0.1"
     prefix: tuple[str, ...] = ()
+    flags: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

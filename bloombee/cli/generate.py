@@ -8,6 +8,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from bloombee.cli.serving import read_swarm_key, run_to_end
+from bloombee.config.client import ClientSettings
 from bloombee.config.environment import use_passive_threads, use_quiet_grpc
 from bloombee.config.flags import parse
 from bloombee.config.settings import GenerateSettings
@@ -42,6 +43,7 @@ def generate(settings: GenerateSettings) -> None:
         initial_peers=settings.initial_peers,
         dtype=settings.dtype,
         swarm_key=read_swarm_key(settings.swarm_key),
+        settings=ClientSettings(emulate_link=settings.emulate_link),
     )
     try:
         if settings.json_output:

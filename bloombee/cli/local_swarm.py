@@ -141,7 +141,7 @@ class LocalSwarm:
         for index, (span, place) in enumerate(zip(self.spans, places, strict=True)):
             name = f"server-{index}"
             flags = ("--model", self.model, "--blocks", span, "--host", place.host)
-            flags += ("--initial-peers", *self.dht.maddrs, *self._server_flags)
+            flags += ("--initial-peers", *self.dht.maddrs, *self._server_flags, *place.flags)
             flags += ("--identity", str(folder / f"{name}.key"))
             self.children.append(Child(name, "bloombee.cli.server", flags, folder, place))
         ready = list[Ready]()

@@ -23,6 +23,7 @@ from bloombee.transport.direct import DirectDialer
 from bloombee.transport.fallback import FallbackDialer
 from bloombee.transport.interface import Endpoint
 from bloombee.transport.p2p import P2PDialer
+from bloombee.transport.shaped import dialer_over, line_of
 
 
 class AutoDistributedModelForCausalLM:
@@ -93,7 +94,8 @@ async def _join(
     """Join the DHT as a client. Raises SettingsError or SwarmError."""
     identity = Identity.load_or_create(None)
     node = await SwarmNode.start(NodeOptions(initial_peers, client_mode=True), identity)
-    dialer = FallbackDialer(DirectDialer(), P2PDialer(node.control))
+    line = line_of(settings.emulate_link)
+    dialer = dialer_over(line, FallbackDialer(DirectDialer(), P2PDialer(node.control)))
     connecting = ConnectionSettings(swarm_key, settings.connect_s)
 
     async def to(endpoint: Endpoint) -> Connection:

@@ -8,6 +8,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from bloombee.config.base import Settings
 from bloombee.config.fields import CodecName
+from bloombee.config.lines import EMULATE_LINK, EmulatedLine
 from bloombee.config.validation import explain
 from bloombee.errors import SettingsError
 
@@ -76,6 +77,7 @@ class ClientSettings(Settings):
         default=True,
         description="let servers keep the beginnings of prompts, and begin with those they kept",
     )
+    emulate_link: EmulatedLine | None = Field(default=None, description=EMULATE_LINK)
     trace: bool = Field(
         default=False, description="ask every stage where each step's time went (model.traffic)"
     )

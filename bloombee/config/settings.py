@@ -22,6 +22,7 @@ from bloombee.config.fields import (
     PositiveInt,
     Prompt,
 )
+from bloombee.config.lines import EMULATE_LINK, EmulatedLine
 
 DRAIN_HELP = (
     "tell the servers that you run on this machine to hand their sessions over and end, and "
@@ -177,6 +178,7 @@ class ServerSettings(ListenSettings):
         default=None,
         description="for benchmarks: folder for a file, named by the blocks, of when passes ran",
     )
+    emulate_link: EmulatedLine | None = Field(default=None, description=EMULATE_LINK)
     max_frame_bytes: PositiveInt = Field(
         default=64 << 20, description="largest message accepted from a peer"
     )
@@ -244,6 +246,7 @@ class GenerateSettings(NetworkSettings, SamplingSettings):
 
     prompt: Prompt = Field(description="the text to answer or continue")
     model: ModelName = Field(description="the model that the swarm serves")
+    emulate_link: EmulatedLine | None = Field(default=None, description=EMULATE_LINK)
     dtype: DtypeName = Field(
         default="auto", description="type of the client's own weights and activations"
     )

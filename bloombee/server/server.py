@@ -44,6 +44,7 @@ from bloombee.transport.direct import DirectDialer, DirectListener
 from bloombee.transport.fallback import FallbackDialer, FallbackListener
 from bloombee.transport.interface import TransportLimits
 from bloombee.transport.p2p import P2PDialer, P2PListener
+from bloombee.transport.shaped import dialer_over, line_of, listener_over
 
 logger = logging.getLogger(__name__)
 
@@ -204,14 +205,17 @@ def _stage(
             f"--max-frame-bytes {settings.max_frame_bytes} holds not one row of the model: "
             f"set at least {FRAME_HEAD_BYTES + row_bytes}"
         )
+    line = line_of(settings.emulate_link)
+    listener = FallbackListener(
+        DirectListener(settings.host, settings.port, who.certificate, transport),
+        P2PListener(libp2p, who.identity.peer_id, transport),
+    )
+    dialer = FallbackDialer(DirectDialer(transport), P2PDialer(libp2p, transport))
     return StageServer(
         StageParts(
             identity=who.identity,
-            listener=FallbackListener(
-                DirectListener(settings.host, settings.port, who.certificate, transport),
-                P2PListener(libp2p, who.identity.peer_id, transport),
-            ),
-            dialer=FallbackDialer(DirectDialer(transport), P2PDialer(libp2p, transport)),
+            listener=listener_over(line, listener),
+            dialer=dialer_over(line, dialer),
             model=loaded.model,
             pool=loaded.pool,
             offer=Offer(

@@ -17,7 +17,9 @@ from benchmarks.emulation.plan import Line as LinePlan
 from benchmarks.emulation.plan import PairCount, Plan, plan_of
 from benchmarks.emulation.plan import Path as PathPlan
 from benchmarks.emulation.switch import LAST_WAIT_S, on_the_line, wait_for
+from benchmarks.emulation.unprivileged import differs, line_at, place_at
 from bloombee.config.files import config_path
+from bloombee.config.lines import LineShape
 from bloombee.config.networks import NetworkFile, read_network
 from bloombee.errors import SettingsError
 
@@ -275,3 +277,24 @@ def test_a_network_that_is_not_there() -> None:
         read_network("e44")
     with pytest.raises(SettingsError, match="no host called 'sever'; did you mean server"):
         plan_of(NetworkFile.model_validate({"hosts": [{"name": "server"}]}), "sever")
+
+
+# Without root -----------------------------------------------------------------------------
+
+
+def test_a_process_plays_the_line_of_its_host() -> None:
+    network = NetworkFile.model_validate(
+        {
+            "hosts": [{"name": "a", "up_mbps": 20, "down_mbps": 100}, {"name": "b", "count": 2}],
+            "paths": [
+                {"from": "a", "to": "b-0", "rtt_ms": 40, "mbps": 50},
+                {"from": "a", "to": "b-1", "rtt_ms": 20},
+            ],
+        }
+    )
+    assert LineShape.parse(line_at(network, "a")) == LineShape(20 * MBIT, 50 * MBIT, 0.015)
+    assert LineShape.parse(line_at(network, "b-1")) == LineShape(1e5 * MBIT, 1e5 * MBIT, 0.005)
+    assert place_at(network, "a").flags == ("--emulate-link", line_at(network, "a"))
+    assert differs(network) == "unequal paths"
+    assert differs(read_network("e5")) == ""
+    assert differs(read_network("mobile")) == "loss and unequal paths"
