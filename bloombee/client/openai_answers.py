@@ -157,8 +157,7 @@ def _tokens(alternatives: Iterable[tuple[int, float]], words: Words) -> list[Sco
 
 
 def _token(id_: int, logprob: float, words: Words) -> tuple[str, float, list[int]]:
-    text = words.show(id_)
-    return text, logprob, list(text.encode())
+    return words.show(id_), logprob, list(words.spell(id_))
 
 
 def _text_logprobs(choice: Choice, words: Words) -> TextLogprobs | None:

@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from bloombee.client.parameters import SamplingParams
+from bloombee.client.text import piece_bytes
 from bloombee.errors import ModelError, RequestError
 from bloombee.protocol.messages import Sampling
 
@@ -83,6 +84,13 @@ class Words:
             return ""
         with self._lock:
             return str(self._tokenizer.decode([token], clean_up_tokenization_spaces=False))
+
+    def spell(self, token: int) -> bytes:
+        """The bytes of a single token, which may be a part of a character."""
+        text = self.show(token)
+        if self._tokenizer is None or "\ufffd" not in text:
+            return text.encode()
+        return piece_bytes(str(self._tokenizer.convert_ids_to_tokens(token))) or text.encode()
 
     def _needed(self) -> PreTrainedTokenizerBase:
         if self._tokenizer is None:

@@ -42,6 +42,29 @@ class Detokenizer:
         return after[told:]
 
 
+def piece_bytes(piece: str) -> bytes | None:
+    """The bytes that a vocabulary's entry stands for, if it is written as bytes.
+
+    Vocabularies write a byte as `<0x0A>`, or every byte as one visible character: itself,
+    where it is one in Latin-1, else one of the characters from U+0100 on, in order.
+    """
+    if len(piece) == len("<0x0A>") and piece.startswith("<0x") and piece.endswith(">"):
+        return bytes.fromhex(piece[3:5])
+    try:
+        return bytes(_BYTES[letter] for letter in piece)
+    except KeyError:
+        return None
+
+
+def _visible_bytes() -> dict[str, int]:
+    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(0x100) if byte not in visible]
+    return {chr(b): b for b in visible} | {chr(0x100 + n): b for n, b in enumerate(others)}
+
+
+_BYTES = _visible_bytes()
+
+
 class StopStrings:
     """Passes text on up to the first of some strings; `hit` once it came."""
 

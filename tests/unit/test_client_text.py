@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bloombee.client.prompts import Words
-from bloombee.client.text import Detokenizer, StopStrings
+from bloombee.client.text import Detokenizer, StopStrings, piece_bytes
 from bloombee.models import open_source
 
 if TYPE_CHECKING:
@@ -50,6 +50,20 @@ def test_an_emoji_comes_with_its_last_token(words: Words) -> None:
     assert len(ids) > 3
     assert "🐝" in told
     assert told[0] == "a"
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(0, VOCABULARY - 1), max_size=12))
+def test_the_bytes_of_tokens_are_those_of_their_text(words: Words, ids: list[int]) -> None:
+    spelled = b"".join(words.spell(token) for token in ids if words.decode([token]))
+    assert spelled.decode("utf-8", "replace") == words.decode(ids)
+
+
+def test_bytes_of_a_half_character(words: Words) -> None:
+    ids = words.encode("🐝")
+    assert b"".join(words.spell(token) for token in ids) == "🐝".encode()
+    assert piece_bytes("<0xF0>") == b"\xf0"
+    assert piece_bytes("\u4e00") is None
 
 
 def by_bytes(ids: Sequence[int]) -> str:
