@@ -39,7 +39,6 @@ from benchmarks.emulation.plan import (
     bytes_per_s,
     plan_of,
 )
-from benchmarks.emulation.plan import Path as PathPlan
 from benchmarks.emulation.switch import MESSAGE_BYTES, address_of
 from bloombee.cli.child import Place
 from bloombee.config.validation import nearest
@@ -112,7 +111,6 @@ class Emulation:
 
     def __init__(self, network: NetworkFile, *, here_as: str = "") -> None:
         self._plan = plan_of(network, here_as)
-        self._lines = list(self._plan.lines)
         self._paths = [list(row) for row in self._plan.paths]
         self._lock = threading.Lock()
         self._stack = ExitStack()
@@ -126,7 +124,10 @@ class Emulation:
                 each.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MESSAGE_BYTES)
             command = [sys.executable, "-m", "benchmarks.emulation.switch", str(theirs.fileno())]
             with theirs:
-                process = subprocess.Popen(command, pass_fds=[theirs.fileno()], cwd=ROOT)
+                # In a session of its own: Ctrl-C is for us, who end it.
+                process = subprocess.Popen(
+                    command, pass_fds=[theirs.fileno()], cwd=ROOT, start_new_session=True
+                )
             stack.callback(_end, process)
             stack.enter_context(ours)
             ours.settimeout(_ANSWER_S)
@@ -180,24 +181,27 @@ class Emulation:
         for rate in (up_mbps, down_mbps):
             if rate is not None and not rate > 0:
                 raise SettingsError(f"{host}: a rate should be greater than 0, got {rate}")
-        self._lines[number] = Line(bytes_per_s(up_mbps), bytes_per_s(down_mbps))
-        self._ask(SetLine(number, self._lines[number]))
+        self._ask(SetLine(number, Line(bytes_per_s(up_mbps), bytes_per_s(down_mbps))))
+
+    def set_path_rate(
+        self, source: str, target: str, mbps: float | None, *, both: bool = True
+    ) -> None:
+        """The rate of what lies between two hosts from now on, beside those of their lines."""
+        if mbps is not None and not mbps > 0:
+            raise SettingsError(f"{source} to {target}: a rate should be above 0, got {mbps}")
+        self._set_path(source, target, both=both, rate=bytes_per_s(mbps))
 
     def set_delay(self, source: str, target: str, delay_ms: float, *, both: bool = True) -> None:
         """The one-way delay between two hosts from now on, in both directions or in one."""
         if not delay_ms >= 0:
             raise SettingsError(f"{source} to {target}: a delay can't be {delay_ms} ms")
-        for one, other in self._directions(source, target, both=both):
-            path = self._paths[one][other]
-            self._set_path(one, other, msgspec.structs.replace(path, delay_s=delay_ms / 1e3))
+        self._set_path(source, target, both=both, delay_s=delay_ms / 1e3)
 
     def set_loss(self, source: str, target: str, loss: float, *, both: bool = True) -> None:
         """The share of packets lost at random between two hosts from now on."""
         if not 0 <= loss < 1:
             raise SettingsError(f"{source} to {target}: loss is a share below 1, got {loss}")
-        for one, other in self._directions(source, target, both=both):
-            path = self._paths[one][other]
-            self._set_path(one, other, msgspec.structs.replace(path, loss=loss))
+        self._set_path(source, target, both=both, loss=loss)
 
     def cut(self, host: str) -> None:
         """No packet goes to or from the host any more; its own device stays up."""
@@ -244,13 +248,12 @@ class Emulation:
             raise SettingsError(f"no host is called {name!r}{nearest(name, self.hosts)}")
         return self.hosts.index(name)
 
-    def _directions(self, source: str, target: str, *, both: bool) -> list[tuple[int, int]]:
+    def _set_path(self, source: str, target: str, *, both: bool, **changed: float) -> None:
         one, other = self._host(source), self._host(target)
-        return [(one, other), (other, one)] if both else [(one, other)]
-
-    def _set_path(self, one: int, other: int, path: PathPlan) -> None:
-        self._paths[one][other] = path
-        self._ask(SetPath(one, other, path))
+        for start, end in [(one, other), (other, one)][: 2 if both else 1]:
+            path = msgspec.structs.replace(self._paths[start][end], **changed)
+            self._paths[start][end] = path
+            self._ask(SetPath(start, end, path))
 
     def _cut_host(self, host: str, *, cut: bool) -> None:
         number = self._host(host)

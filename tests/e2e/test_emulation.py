@@ -60,6 +60,8 @@ def test_a_host_is_reached_from_here_and_rates_change_while_it_runs() -> None:
         assert network.place("host-1").prefix == ()
         network.set_rate("host-0", up_mbps=20, down_mbps=MBPS)
         network.set_delay("host-0", "host-1", 10.0)
+        network.set_path_rate("host-0", "host-1", 1000.0)
+        network.set_loss("host-0", "host-1", 0.0)
         before = network.traffic()
         result = accuracy.measure(network, accuracy.Case("host-1", "host-0", MBPS, 20.0), 9000)
         traffic = network.traffic().since(before)
