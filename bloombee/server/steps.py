@@ -39,9 +39,9 @@ from bloombee.server.sequences import Taken
 from bloombee.server.sessions import Arrived, Asked, Finished, Refused, Session
 from bloombee.server.tasks import BackgroundTasks
 from bloombee.server.throttle import Throttle
+from bloombee.server.token_rules import check_tokens
 from bloombee.server.validation import (
     NO_OPERATIONS,
-    check_looped,
     check_replay,
     check_step,
     touched,
@@ -204,7 +204,7 @@ class Steps:
         if step.session != session.id:
             raise ProtocolError("the step is of another session than its stream")
         table = check_step(step, session.context)
-        check_looped(step, session.context, looped=arrived.looped)
+        check_tokens(step, session.context, looped=arrived.looped)
         self._check_going(session)
         if session.is_last and step.replay and step.until > session.context.terms.span.end:
             raise ProtocolError(f"replay up to block {step.until} came to the last stage")

@@ -91,7 +91,8 @@ class Rule(Generic[M, C]):
     says: Callable[[M, C], str]
 
 
-def _judge(rules: Sequence[Rule[M, C]], message: M, context: C) -> None:
+def judge(rules: Sequence[Rule[M, C]], message: M, context: C) -> None:
+    """Raise what the first broken rule says."""
     for rule in rules:
         if rule.broken(message, context):
             raise rule.error(rule.says(message, context))
@@ -171,7 +172,7 @@ def check_open(message: Open, offer: Offer, limits: Limits) -> Terms:
 
     Raises RequestError or Unsupported, with what is served instead.
     """
-    _judge(_OPEN_RULES, message, _OpenContext(offer, limits))
+    judge(_OPEN_RULES, message, _OpenContext(offer, limits))
     return Terms(
         message.epoch, Span(message.start, message.end), message.sequences, message.max_length
     )
@@ -278,39 +279,7 @@ _STEP_RULES: tuple[Rule[Step, StepContext], ...] = (
         ProtocolError,
         lambda m, c: f"step {m.step} carries {m.payload.rows} rows for {sum(m.counts)} tokens",
     ),
-    Rule(
-        lambda m, c: bool(m.sampling) and len(m.sampling) != len(m.sequences),
-        RequestError,
-        lambda m, c: (
-            f"step {m.step} has sampling for {len(m.sampling)} of {len(m.sequences)} sequences: "
-            "send one or None for each"
-        ),
-    ),
-    Rule(
-        lambda m, c: (m.loop or bool(m.sampling)) and (m.replay or m.phase == "verify"),
-        Unsupported,
-        lambda m, c: f"step {m.step} replays or verifies, and asks for tokens: send them apart",
-    ),
-    Rule(
-        lambda m, c: m.loop and None in m.sampling,
-        RequestError,
-        lambda m, c: f"step {m.step} loops without sampling for some sequence: send it for all",
-    ),
-    Rule(
-        lambda m, c: m.loop and _longest(m) > c.terms.max_length,
-        RequestError,
-        lambda m, c: (
-            f"step {m.step} may loop up to {_longest(m)} tokens, the session was opened with "
-            f"max_length {c.terms.max_length}"
-        ),
-    ),
 )
-
-
-def _longest(step: Step) -> int:
-    """The most tokens that a sequence can hold at the end of a loop; its last is not fed back."""
-    rows = zip(step.first_positions, step.counts, step.sampling, strict=False)
-    return max((f + c + (s.budget if s else 1) - 1 for f, c, s in rows), default=0)
 
 
 def check_step(message: Step, context: StepContext) -> PackedTable:
@@ -318,38 +287,13 @@ def check_step(message: Step, context: StepContext) -> PackedTable:
 
     Raises StaleEpoch, Unsupported, RequestError, or ProtocolError.
     """
-    _judge(_STEP_RULES, message, context)
+    judge(_STEP_RULES, message, context)
     try:
         return PackedTable(
             message.sequences, message.first_positions, message.counts, message.parents
         )
     except ValueError as error:
         raise ProtocolError(f"step {message.step}: {error}") from None
-
-
-_LOOPED_RULES: tuple[Rule[Step, StepContext], ...] = (
-    Rule(
-        lambda m, c: not m.loop or bool(m.sampling) or m.replay or m.operations != NO_OPERATIONS,
-        ProtocolError,
-        lambda m, c: f"step {m.step} came from the last stage, and does not just go on in its loop",
-    ),
-    Rule(
-        lambda m, c: m.payload.content != "ids" or m.payload.rows != len(m.sequences),
-        ProtocolError,
-        lambda m, c: f"step {m.step} came from the last stage without one id a sequence",
-    ),
-)
-
-
-def check_looped(message: Step, context: StepContext, *, looped: bool) -> None:
-    """Whether a sound step fits where it comes from: the last stage if `looped`.
-
-    Raises ProtocolError.
-    """
-    if looped:
-        _judge(_LOOPED_RULES, message, context)
-    elif message.loop and not message.sampling and context.takes_ids:
-        raise ProtocolError(f"step {message.step} begins a loop without sampling")
 
 
 def check_replay(message: Replay, context: StepContext, *, is_last: bool) -> PackedTable:

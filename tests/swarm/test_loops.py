@@ -90,6 +90,25 @@ class TestLoops:
 
         run(*stages(2), test=test)
 
+    def test_many_share_the_stages(self) -> None:
+        """Each pass takes a third of the twelve sequences that decode: one session at a time."""
+
+        async def test(s: Swarm) -> None:
+            talks = [await LoopTalk.begin(s.client(), s.route()) for _ in range(4)]
+            for number, talk in enumerate(talks):
+                prompts = {q: [number, *ids] for q, ids in PROMPTS.items()}
+                context = packed(prompts[2])
+                penalised = msgspec.structs.replace(SAMPLED[2], context=context)
+                await talk.start(prompts, SAMPLED | {2: penalised})
+            async with asyncio.TaskGroup() as group:
+                for talk in talks:
+                    group.create_task(talk.finish())
+            for talk in talks:
+                await talk.session.close()
+            assert await s.free_tokens() == [KV_TOKENS] * 3
+
+        run(*stages(3), test=test)
+
     def test_a_prompt_in_parts(self) -> None:
         async def test(s: Swarm) -> None:
             talk = await LoopTalk.begin(s.client(), s.route())

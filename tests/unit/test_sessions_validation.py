@@ -11,12 +11,12 @@ from bloombee.core import Span
 from bloombee.errors import BloomBeeError, ProtocolError, RequestError, StaleEpoch, Unsupported
 from bloombee.protocol.messages import Hop, Open, Operations, Payload, Sampling, Step
 from bloombee.server.sequences import SequenceBook, Taken
+from bloombee.server.token_rules import check_tokens
 from bloombee.server.validation import (
     Limits,
     Offer,
     StepContext,
     Terms,
-    check_looped,
     check_open,
     check_step,
     touched,
@@ -103,6 +103,11 @@ def test_open_gives_terms_also_for_a_part_of_the_span() -> None:
         ({"step": 0}, ProtocolError, "from 1"),
         ({"sampling": (Sampling(1),)}, RequestError, "sampling for 1 of 2 sequences"),
         ({"loop": True, "sampling": (Sampling(1), None)}, RequestError, "for all"),
+        (
+            {"sampling": (Sampling(1, logprobs=1 << 15), Sampling(1, logprobs=1))},
+            RequestError,
+            "log",
+        ),
         ({"loop": True, "sampling": (Sampling(1), Sampling(51))}, RequestError, "to 51 tokens"),
         ({"loop": True, "phase": "verify"}, Unsupported, "verifies, and asks for tokens"),
         ({"sampling": (None, None), "replay": True, "until": 8}, Unsupported, "replays"),
@@ -131,6 +136,7 @@ def test_step_is_refused(changes: dict[str, Any], error: type[BloomBeeError], sa
     message = step(1, {0: (0, 1), 1: (0, 1)}, **changes)
     with pytest.raises(error, match=says) as caught:
         check_step(message, CONTEXT)
+        check_tokens(message, CONTEXT, looped=False)
     assert type(caught.value) is error and "\n" not in str(caught.value)
 
 
@@ -155,7 +161,7 @@ def test_ids_are_for_the_first_stage(
     message = step(1, {0: (0, 1), 1: (0, 1)}, **(plain | changes))
     with pytest.raises(error, match=says):
         check_step(message, FIRST)
-        check_looped(message, FIRST, looped=False)
+        check_tokens(message, FIRST, looped=False)
 
 
 @pytest.mark.parametrize(
@@ -169,10 +175,10 @@ def test_ids_are_for_the_first_stage(
 )
 def test_the_last_stage_sends_nothing_but_loops(changes: dict[str, Any], says: str) -> None:
     plain = {"payload": IDS, "loop": True}
-    check_looped(step(1, {0: (0, 1), 1: (0, 1)}, **plain), FIRST, looped=True)
+    check_tokens(step(1, {0: (0, 1), 1: (0, 1)}, **plain), FIRST, looped=True)
     with pytest.raises(ProtocolError, match=says):
         message = step(1, {0: (0, 1), 1: (0, 1)}, **(plain | changes))
-        check_looped(message, FIRST, looped=True)
+        check_tokens(message, FIRST, looped=True)
 
 
 def test_an_empty_step_is_refused() -> None:
