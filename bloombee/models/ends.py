@@ -40,7 +40,7 @@ def ends_bytes(
 
     A tied one is counted once, unless the head's copy has a layout of its own.
     """
-    present = _present(source, source.outline(), ends)
+    present = _present(source, source.blueprint, ends)
     # On `meta` tied weights are two.
     elements = {
         name: sum(p.numel() for p in module.parameters()) for name, module in present.items()

@@ -91,7 +91,7 @@ class ModelSource:
 
     def block_bytes(self, dtype: torch.dtype) -> int:
         """Weight bytes of the largest block in `dtype`."""
-        blocks = self._outline.get_submodule(self.spec.parts.blocks).children()
+        blocks = self.blueprint.get_submodule(self.spec.parts.blocks).children()
         elements = max(sum(p.numel() for p in block.parameters()) for block in blocks)
         return elements * dtype.itemsize
 
@@ -127,7 +127,8 @@ class ModelSource:
         return cast("type[PreTrainedModel]", found)
 
     @cached_property
-    def _outline(self) -> PreTrainedModel:
+    def blueprint(self) -> PreTrainedModel:
+        """An outline to look at, not to fill."""
         return self.outline()
 
     def has_tensor(self, name: str) -> bool:
