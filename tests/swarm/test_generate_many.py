@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from bloombee.client import DistributedModelForCausalLM
     from bloombee.models import ModelSource
 
-NEW = 10
+NEW = 8
 PROMPTS = [
     torch.randint(3, 200, (3 + number % 9,), generator=torch.Generator().manual_seed(number))
-    for number in range(16)
+    for number in range(10)
 ]
 
 
