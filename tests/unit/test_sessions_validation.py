@@ -156,7 +156,7 @@ IDS = Payload("ids", "int32", 2, 1)
 def test_ids_are_for_the_first_stage(
     changes: dict[str, Any], error: type[BloomBeeError], says: str
 ) -> None:
-    plain = {"payload": IDS}
+    plain: dict[str, Any] = {"payload": IDS}
     check_step(step(1, {0: (0, 1), 1: (0, 1)}, **plain), FIRST)
     message = step(1, {0: (0, 1), 1: (0, 1)}, **(plain | changes))
     with pytest.raises(error, match=says):
@@ -174,7 +174,7 @@ def test_ids_are_for_the_first_stage(
     ],
 )
 def test_the_last_stage_sends_nothing_but_loops(changes: dict[str, Any], says: str) -> None:
-    plain = {"payload": IDS, "loop": True}
+    plain: dict[str, Any] = {"payload": IDS, "loop": True}
     check_tokens(step(1, {0: (0, 1), 1: (0, 1)}, **plain), FIRST, looped=True)
     with pytest.raises(ProtocolError, match=says):
         message = step(1, {0: (0, 1), 1: (0, 1)}, **(plain | changes))
