@@ -7,6 +7,7 @@ import subprocess
 import sys
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import sqrt
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -34,7 +35,7 @@ TRIPS = ((None, 0.0), (100.0, 5.0), (100.0, 20.0), (100.0, 80.0), (20.0, 40.0), 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One direction, and what it should give; no rate: whatever the machine can do."""
+    """One direction, and what one connection should get; no rate: what the machine can do."""
 
     source: str
     target: str
@@ -87,7 +88,12 @@ def _case(network: NetworkFile, source: str, target: str) -> Case:
     there, back = network.path(source, target), network.path(target, source)
     limits = (network.kind_of(source).up_mbps, there.mbps, network.kind_of(target).down_mbps)
     known = [limit for limit in limits if limit is not None]
-    return Case(source, target, min(known, default=None), there.one_way_ms + back.one_way_ms)
+    rtt_ms = there.one_way_ms + back.one_way_ms
+    if there.loss and rtt_ms:
+        # What one TCP connection makes of random loss: Mathis et al. 1997, equation 3.
+        segment_bits = (network.packet_bytes - TCP_HEADERS) * 8
+        known.append(segment_bits / rtt_ms / 1e3 * sqrt(1.5 / there.loss))
+    return Case(source, target, min(known, default=None), rtt_ms)
 
 
 def measure(emulation: Emulation, case: Case, mtu: int) -> Result:

@@ -48,7 +48,7 @@ class AccuracyTable(AbstractContextManager["AccuracyTable", None]):
 
     def _add(self, result: Result) -> None:
         case, found = result.case, result.measured
-        asked = "no limit" if case.mbps is None else f"{case.mbps:g}"
+        asked = "no limit" if case.mbps is None else f"{case.mbps:.4g}"
         off = "" if case.mbps is None else f"{(result.mbps / case.mbps - 1) * 100:+.1f} %"
         self._table.add_row(
             *(case.source, case.target, asked, f"{result.mbps:.1f}", off),
