@@ -10,20 +10,24 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int, Shaped
 
+from bloombee.client.embedding import Embed, Tokens
 from bloombee.client.history import Entry, entries_of
 from bloombee.client.loop import LoopThread
 from bloombee.client.packing import Packing
 from bloombee.client.rows import Row, resolve
-from bloombee.client.session import RemoteSession, StepPhase
+from bloombee.client.session import RemoteSession
 from bloombee.client.split import Want
+from bloombee.client.tables import ascending, reordered, table_of
+from bloombee.client.tokens import Emit, Line
+from bloombee.client.work import StepPhase, Work
 from bloombee.core import PackedTable
 from bloombee.errors import RequestError
+from bloombee.protocol.messages import Sampling
 
 Prompts = tuple[tuple[int, ...], ...]
 OpenSession = Callable[[int, int, Prompts], Coroutine[Any, Any, RemoteSession]]
@@ -43,27 +47,6 @@ class BatchTerms:
     max_length: int
     growable: bool = True
     repeats: int = 1
-
-
-@dataclass(frozen=True, slots=True)
-class Tokens:
-    """T packed new tokens: their ids, or token embeddings of width W."""
-
-    ids: Int[torch.Tensor, " T"] | None = None
-    embeds: Float[torch.Tensor, "T W"] | None = None
-
-    def select(self, order: Sequence[int]) -> Tokens:
-        """These of them, in this order."""
-        picked = torch.tensor(order)
-        return Tokens(*(None if t is None else t[picked] for t in (self.ids, self.embeds)))
-
-    def entries(self, rows: Float[torch.Tensor, "T D"]) -> list[Entry]:
-        """What the session's history keeps of them: ids, or the `rows` that they became."""
-        return entries_of(rows) if self.ids is None else self.ids.tolist()
-
-
-Embed = Callable[[Tokens, torch.Tensor], torch.Tensor]
-"""Tokens and positions `[T]` to the rows `[T, D]` that enter the first block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,38 +138,135 @@ class RemoteBatch:
         rows without a token have none. Changes lengths, not columns: see `extend`.
         Raises RequestError before anything is sent when it does not fit.
         """
-        rows = self._rows[:: self._sharing]
-        needed = max(r.length + n for r, n in zip(rows, packing.counts, strict=True))
-        session = self._session_for(needed, self._prompts(packing, tokens, want))
-        rows = self._rows[:: self._sharing]  # a new session numbers them anew
-        placed = resolve(rows, [session.history.length(s) for s in range(session.terms.sequences)])
-        table = _table(placed.rows, packing.counts)
-        order = _ascending(table)
+        answer = self._backend.loop.run(self._advance(packing.counts, tokens, want, phase))
+        self._grow(packing.counts)
+        return answer
+
+    async def _advance(
+        self, counts: Sequence[int], tokens: Tokens, want: Want, phase: StepPhase
+    ) -> torch.Tensor:
+        """`advance` in the client's loop, without counting the tokens."""
+        needed = max(r.length + n for r, n in zip(self._own, counts, strict=True))
+        session = await self._session_for(needed, self._prompts(counts, tokens, want))
+        # A new session has numbered the rows anew.
+        placed = resolve(self._own, session.history.lengths)
+        table = table_of(placed.rows, counts)
+        order = ascending(table)
         if order is not None:
-            table, tokens = _reordered(table, order), tokens.select(order)
-        hidden = self._backend.embed(tokens, torch.from_numpy(table.positions))
-        if tokens.ids is None:
-            hidden = hidden.clone()  # the caller's own, which may change before it is answered
-        step = session.step(
-            hidden,
-            table,
-            entries=tokens.entries(hidden),
+            table, tokens = reordered(table, order), tokens.select(order)
+        entries, rows = self._content(tokens, table)
+        work = Work(
+            table=table,
+            entries=entries,
+            rows=rows,
             operations=placed.operations,
             want=want,
             phase=phase,
-            within_s=self._backend.left_s(),
         )
         entered = session.entered
         try:
-            answer = self._backend.loop.run(step)
+            answer = await session.step(work, within_s=self._backend.left_s())
         finally:
             if session.entered != entered:  # whatever became of it, rows lie there now
-                self._rows = [row for row in placed.rows for _ in range(self._sharing)]
-        grown = [
-            Row(r.sequence, r.length + n) for r, n in zip(placed.rows, packing.counts, strict=True)
-        ]
-        self._rows = [row for row in grown for _ in range(self._sharing)]
+                self._own = placed.rows
         return answer if order is None else answer[torch.tensor(order).argsort()]
+
+    def _content(
+        self, tokens: Tokens, table: PackedTable
+    ) -> tuple[list[Entry], torch.Tensor | None]:
+        """What the session's history keeps of tokens, and their rows where there are no ids."""
+        if tokens.ids is not None:
+            return tokens.ids.tolist(), None
+        rows = self._backend.embed(tokens, torch.from_numpy(table.positions))
+        rows = rows.clone()  # the caller's own, which may change before it is answered
+        return entries_of(rows), rows
+
+    def _grow(self, counts: Sequence[int]) -> None:
+        self._own = [Row(r.sequence, r.length + n) for r, n in zip(self._own, counts, strict=True)]
+
+    @property
+    def _own(self) -> Sequence[Row]:
+        """The rows that get a computation of their own."""
+        return self._rows[:: self._sharing]
+
+    @_own.setter
+    def _own(self, rows: Sequence[Row]) -> None:
+        self._rows = [row for row in rows for _ in range(self._sharing)]
+
+    async def decode(
+        self,
+        new: Sequence[Sequence[int]],
+        samplings: Sequence[Sampling],
+        emit: Emit,
+        first_row: int,
+    ) -> None:
+        """Continue every row by its new ids, and then by tokens that the servers choose.
+
+        In the client's loop. Tokens go to `emit`, numbered from `first_row`. Changes lengths, not
+        columns: see `settle`. Raises as `RemoteSession.decode`, and RequestError before
+        anything is sent when it does not fit.
+        """
+        rows = zip(self._rows, new, samplings, strict=True)
+        needed = max(row.length + len(ids) + s.budget - 1 for row, ids, s in rows)
+        if heads := self._heads(new):
+            await self._share(heads)
+            new = [ids[-1:] for ids in new]
+        session = await self._session_for(needed, self._announced(new))
+        placed = resolve(self._rows, session.history.lengths)
+        table = table_of(placed.rows, [len(ids) for ids in new])
+        order = ascending(table) or range(len(new))
+        lines = [Line(first_row + i, placed.rows[i].sequence, samplings[i]) for i in order]
+        work = Work(
+            table=reordered(table, order),
+            entries=[token for index in order for token in new[index]],
+            operations=placed.operations,
+            phase="decode" if table.is_decode else "prefill",
+        )
+        entered = session.entered
+        try:
+            await session.decode(work, lines, emit, within_s=self._backend.left_s())
+        finally:
+            if session.entered != entered:
+                self._rows = [
+                    Row(r.sequence, session.history.length(r.sequence)) for r in placed.rows
+                ]
+
+    def _heads(self, new: Sequence[Sequence[int]]) -> list[Sequence[int]]:
+        """What rows of one prompt have in common before its last id, once for all of them."""
+        if self._sharing == 1:
+            return []
+        heads = [ids[:-1] for ids in new[:: self._sharing]]
+        return heads if any(heads) else []
+
+    async def _share(self, heads: Sequence[Sequence[int]]) -> None:
+        ids = torch.tensor([token for head in heads for token in head])
+        counts = [len(head) for head in heads]
+        await self._advance(counts, Tokens(ids), "none", "prefill")
+        self._grow(counts)
+        self._sharing = 1
+
+    def settle(
+        self, packing: Packing, mask: Shaped[torch.Tensor, "B S"] | None, before: Sequence[int]
+    ) -> None:
+        """Count the columns of a `decode`, as far as it came: of prompts and of tokens after them.
+
+        `before` are the lengths that the rows had. If not even the prompts are held, nothing
+        counts.
+        """
+        wanted = [length + count for length, count in zip(before, packing.counts, strict=True)]
+        grown = [length - least for length, least in zip(self.lengths, wanted, strict=True)]
+        if min(grown) < 0:
+            self._rows = [
+                Row(r.sequence, min(r.length, n)) for r, n in zip(self._rows, before, strict=True)
+            ]
+            return
+        self.extend(packing, mask, None)
+        columns = max(grown)
+        if not columns:
+            return
+        held = torch.arange(columns)[None] < torch.tensor(grown)[:, None]  # [B, columns]
+        whole = bool(held.all())
+        self.extend(Packing.of(self.rows, columns, held), None if whole else held, None)
 
     def extend(
         self,
@@ -218,22 +298,38 @@ class RemoteBatch:
     def close(self) -> None:
         """Free the session on the servers; the batch can't be continued afterwards."""
         self._closed = True
-        self._end_session()
+        if self._finalizer is not None and self._finalizer.alive:
+            self._backend.loop.run(self.end())
 
-    def _end_session(self) -> None:
+    async def open(self, new: Sequence[Sequence[int]]) -> None:
+        """Reserve on the servers now for a `decode` of `new`; raises as opening a session does."""
+        heads = self._heads(new)
+        await self._session_for(self.terms.max_length, self._announced(heads or new))
+
+    async def end(self) -> None:
+        """`close`, in the client's loop."""
+        self._closed = True
+        await self._end_session()
+
+    async def _end_session(self) -> None:
         if self._finalizer is not None and self._finalizer.detach() and self.session is not None:
-            self._backend.loop.run(self.session.close())
+            await self.session.close()
 
-    def _prompts(self, packing: Packing, tokens: Tokens, want: Want) -> Prompts:
+    def _prompts(self, counts: Sequence[int], tokens: Tokens, want: Want) -> Prompts:
         """What a session that begins with these tokens is opened for: servers may know them."""
-        if tokens.ids is None or want != "last" or (self.session and self.session.entered):
+        if tokens.ids is None or want == "all":
+            return ()
+        parts = tokens.ids.split(list(counts))
+        return self._announced([part.tolist() for part in parts])
+
+    def _announced(self, new: Sequence[Sequence[int]]) -> Prompts:
+        if self.session is not None and self.session.entered:
             return ()
         prompts: list[tuple[int, ...]] = [()] * self.rows
-        parts = tokens.ids.split(list(packing.counts))
-        prompts[:: self._sharing] = [tuple(part.tolist()) for part in parts]
+        prompts[:: self.rows // len(new)] = [tuple(ids) for ids in new]
         return tuple(prompts)
 
-    def _session_for(self, needed: int, prompts: Prompts) -> RemoteSession:
+    async def _session_for(self, needed: int, prompts: Prompts) -> RemoteSession:
         """The session, opened or replaced by one that takes `needed` tokens a row."""
         if self._closed:
             raise RequestError("the session was closed: start another")
@@ -245,74 +341,34 @@ class RemoteBatch:
             )
         session = self.session
         if session is not None and not session.entered and session.terms.prompts != prompts:
-            self._end_session()  # nothing is lost, but its servers count on another prompt
+            await self._end_session()  # nothing is lost, but its servers count on another prompt
             session = self.session = None
         if session is None:
             self._rows = [Row(index, 0) for index in range(self.rows)]
-            return self._adopt(max(needed, limit), prompts)
+            return await self._adopt(max(needed, limit), prompts)
         if needed <= limit:
-            return session if session.is_open else self._move(limit)
-        return self._move(max(needed, min(2 * limit, self._backend.max_length)))
+            return session if session.is_open else await self._move(limit)
+        return await self._move(max(needed, min(2 * limit, self._backend.max_length)))
 
-    def _adopt(self, max_length: int, prompts: Prompts = ()) -> RemoteSession:
-        loop = self._backend.loop
+    async def _adopt(self, max_length: int, prompts: Prompts = ()) -> RemoteSession:
         opening = self._backend.open_session(len(self._rows), max_length, prompts)
-        self.session = loop.run(opening, undo=RemoteSession.close)
-        self._finalizer = weakref.finalize(self, _abandon, loop, self.session)
+        self.session = await opening  # here also when nobody waits for it any more
+        self._finalizer = weakref.finalize(self, _abandon, self._backend.loop, self.session)
+        if self._closed:  # by a caller who was interrupted, and does not wait for us
+            await self._end_session()
+            raise RequestError("the session was closed: start another")
         return self.session
 
-    def _move(self, max_length: int) -> RemoteSession:
+    async def _move(self, max_length: int) -> RemoteSession:
         """Compute the past again in a larger session; a failed move can be tried again."""
         past = [list(self.entries(index)) for index in range(self.rows)]
-        self._end_session()
-        session = self._adopt(max_length)
+        await self._end_session()
+        session = await self._adopt(max_length)
         # In the new session's history from here on, whether its servers have it or not.
         self._rows = [Row(index, len(entries)) for index, entries in enumerate(past)]
-        self._backend.loop.run(session.restore(past, self._backend.left_s()))
+        await session.restore(past, self._backend.left_s())
         return session
-
-
-def embed_entries(
-    embed: Embed, entries: Sequence[Entry], positions: Int[torch.Tensor, " T"]
-) -> Float[torch.Tensor, "T D"]:
-    """The rows of a history's entries at their positions, ids embedded anew."""
-    known = [index for index, entry in enumerate(entries) if isinstance(entry, int)]
-    given = {i: entry for i, entry in enumerate(entries) if isinstance(entry, torch.Tensor)}
-    if not known:
-        return torch.stack(list(given.values()))
-    ids = torch.tensor([entries[index] for index in known], dtype=torch.long)
-    embedded = embed(Tokens(ids), positions[known])
-    if not given:
-        return embedded
-    given.update(zip(known, embedded, strict=True))
-    return torch.stack([given[index] for index in range(len(entries))])
 
 
 def _abandon(loop: LoopThread, session: RemoteSession) -> None:
     loop.post(session.close())
-
-
-def _table(rows: Sequence[Row], counts: Sequence[int]) -> PackedTable:
-    live = [(row, count) for row, count in zip(rows, counts, strict=True) if count]
-    if not live:
-        raise RequestError("the step has no unmasked token: unmask at least one position")
-    return PackedTable(
-        tuple(row.sequence for row, _ in live),
-        tuple(row.length for row, _ in live),
-        tuple(count for _, count in live),
-    )
-
-
-def _ascending(table: PackedTable) -> list[int] | None:
-    """The order that puts decode rows in order of their sequences, where KV lies side by side."""
-    if not table.is_decode or all(a < b for a, b in pairwise(table.sequences)):
-        return None
-    return sorted(range(len(table.sequences)), key=table.sequences.__getitem__)
-
-
-def _reordered(table: PackedTable, order: Sequence[int]) -> PackedTable:
-    return PackedTable(
-        tuple(table.sequences[i] for i in order),
-        tuple(table.first_positions[i] for i in order),
-        tuple(table.counts[i] for i in order),
-    )

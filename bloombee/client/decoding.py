@@ -1,29 +1,24 @@
-"""Tokens chosen on the servers, as they come."""
+"""Tokens chosen on the servers, as they come.
+
+The client's own loop does the work, whichever thread or loop waits for the tokens; they
+are handed over in as large bunches as the reader lets them become.
+"""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass
-from typing import Literal, Protocol
+import asyncio
+import logging
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from typing import Protocol
 
+from bloombee.client.tokens import Finished, Token
+from bloombee.errors import RequestError
 from bloombee.protocol.messages import Sampling
 
-Finished = Literal["", "stop", "length"]
+__all__ = ["Decodes", "Finished", "Mailbox", "Token", "check_prompts"]
 
-
-@dataclass(frozen=True, slots=True)
-class Token:
-    """The next token of row `row` of the prompts; `finished` says whether and why it is the last.
-
-    `logprob` is None unless `Sampling.logprobs` asked for it; `alternatives` are the
-    likeliest ids with theirs.
-    """
-
-    row: int
-    id: int
-    finished: Finished = ""
-    logprob: float | None = None
-    alternatives: tuple[tuple[int, float], ...] = ()
+_log = logging.getLogger(__name__)
 
 
 class Decodes(Protocol):
@@ -36,13 +31,75 @@ class Decodes(Protocol):
         *,
         deadline_s: float | None = None,
     ) -> AsyncGenerator[Token, None]:
-        """Tokens of all `prompts` (one `sampling` each), as the servers choose them.
-
-        One session, opened with the first `anext` and closed when all rows are finished
-        or the generator is (`aclose`, cancellation). For any event loop, the client's own
-        too. Of one row tokens come in order; rows don't wait for the caller. `context` of a
-        sampling with penalties may be left empty: it is the prompt then.
-
-        Raises RequestError before anything is sent, and later what `RemoteSession.step` does.
-        """
+        """See `DistributedModelForCausalLM`."""
         ...
+
+
+class Mailbox:
+    """Tokens on their way from the client's loop to a reader in the loop that made it."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._tokens: deque[Token] = deque()
+        self._filled = asyncio.Event()
+        self._is_waking = False
+        self._is_closed = False
+
+    def put(self, tokens: Sequence[Token]) -> None:
+        """More tokens; from any thread."""
+        self._tokens.extend(tokens)
+        self._wake()
+
+    def close(self) -> None:
+        """No more tokens come; from any thread."""
+        self._is_closed = True
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._is_waking:
+            return
+        self._is_waking = True
+        try:
+            self._loop.call_soon_threadsafe(self._filled.set)
+        except RuntimeError:
+            _log.debug("the loop of whoever read tokens is closed")
+
+    async def __aiter__(self) -> AsyncIterator[Token]:
+        """The tokens, until it is closed."""
+        while True:
+            await self._filled.wait()
+            self._filled.clear()
+            self._is_waking = False
+            is_closed = self._is_closed  # before the tokens: none comes after
+            while self._tokens:
+                yield self._tokens.popleft()
+            if is_closed:
+                self._filled.set()
+                return
+
+    async def closed(self) -> None:
+        """Wait until it is closed; what it holds is dropped."""
+        async for _ in self:
+            continue
+
+
+def check_prompts(
+    prompts: Sequence[Sequence[int]], samplings: Sequence[Sampling], vocabulary: int
+) -> None:
+    """Raise RequestError unless every prompt has ids of the vocabulary, and a sampling."""
+    if not prompts or len(prompts) != len(samplings):
+        raise RequestError(
+            f"{len(prompts)} prompts with {len(samplings)} samplings: give one for each prompt, "
+            "and at least one"
+        )
+    for row, (ids, sampling) in enumerate(zip(prompts, samplings, strict=True)):
+        if not len(ids):
+            raise RequestError(f"prompt {row} is empty: give it at least one token")
+        outside = [token for token in (min(ids), max(ids)) if not 0 <= token < vocabulary]
+        if outside:
+            raise RequestError(
+                f"token id {outside[0]} of prompt {row} is outside the model's vocabulary of "
+                f"{vocabulary}: use the model's own tokenizer"
+            )
+        if sampling.budget < 1:
+            raise RequestError(f"prompt {row} asks for no tokens: give it a budget of at least 1")

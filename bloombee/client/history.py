@@ -7,11 +7,12 @@ instead of ids. Entries cover exactly what the servers hold after the last step.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
 import torch
 from jaxtyping import Float
+from msgspec.structs import replace
 
 from bloombee.core import PackedTable
 from bloombee.protocol.messages import Operations
@@ -32,6 +33,8 @@ class History:
         )
         self.released: set[int] = set()
         """Sequences that were freed for good."""
+        self.ahead: set[int] = set()
+        """Sequences of which stages may hold more than counts, since they ran ahead."""
         self._entries: list[list[Entry]] = [[] for _ in range(sequences)]
 
     def __len__(self) -> int:
@@ -49,8 +52,12 @@ class History:
         """Where the steps of `sequence` began; as if all came with one when that isn't kept."""
         return (0,) if self._starts is None else self._starts[sequence]
 
-    def apply(self, operations: Operations) -> None:
-        """Fork, truncate and release, as the servers do it."""
+    def apply(self, operations: Operations) -> Operations:
+        """Fork, truncate and release, as the servers do it.
+
+        Returns what they are to do, which is more where they are `ahead`: they forget what
+        counts no longer.
+        """
         _fork(self._entries, operations)
         if self._starts is not None:
             _fork(self._starts, operations)
@@ -59,6 +66,15 @@ class History:
         for sequence in operations.releases:
             self.cut(sequence, 0)
             self.released.add(sequence)
+        return self._levelled(operations) if self.ahead else operations
+
+    def _levelled(self, operations: Operations) -> Operations:
+        ahead, self.ahead = self.ahead, set()
+        longer = {target for target, source in operations.forks if source in ahead}
+        done = {target for target, _ in operations.forks} - longer
+        done |= {sequence for sequence, _ in operations.truncates} | self.released
+        cuts = [(s, self.length(s)) for s in sorted((ahead | longer) - done)]
+        return replace(operations, truncates=(*operations.truncates, *cuts))
 
     def cut(self, sequence: int, length: int) -> None:
         """Forget what was sent of `sequence` beyond `length`."""
@@ -99,3 +115,8 @@ def _fork(kept: list[list[Kept]], operations: Operations) -> None:
 def entries_of(rows: Float[torch.Tensor, "T D"]) -> list[Entry]:
     """Entries for tokens that have no ids."""
     return list(rows.detach().clone().unbind(0))
+
+
+def ids_of(entries: Iterable[Entry]) -> list[int]:
+    """The entries, all of which are ids."""
+    return [entry for entry in entries if isinstance(entry, int)]

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from jaxtyping import Float, Int, Shaped
 
-from bloombee.client.batch import RemoteBatch, Tokens
+from bloombee.client.batch import RemoteBatch
+from bloombee.client.embedding import Tokens
 from bloombee.client.packing import Packing
 from bloombee.errors import RequestError
 

@@ -9,16 +9,25 @@ sequence is kept: a stage that has it is up to date.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
 from bloombee.client.split import Part
 from bloombee.compression import Buffer
-from bloombee.protocol.messages import ADOPTED_STEP, Operations, Output, Payload, Step
+from bloombee.protocol.messages import (
+    ADOPTED_STEP,
+    Operations,
+    Output,
+    Payload,
+    Sampling,
+    Step,
+)
 
 NO_OPERATIONS = Operations()
 Answer = tuple[Output, memoryview]
+Choices = Callable[[], tuple[Sampling | None, ...]]
+"""How the next tokens of a step's rows are chosen, as of now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +41,12 @@ class Standing:
 
 @dataclass(slots=True, eq=False)
 class PendingStep:
-    """A step with everything that sending it takes; `sent` in this epoch or not."""
+    """A step with everything that sending it takes; `sent` in this epoch or not.
+
+    With `choices` its answer is tokens. `then` takes the answer as it comes, and returns
+    the step that the servers are about to begin themselves, which is pending in its
+    place. The last of such steps has at most the number `until`.
+    """
 
     number: int
     part: Part
@@ -46,6 +60,9 @@ class PendingStep:
     )
     sent: bool = False
     is_traced: bool = False
+    choices: Choices | None = None
+    then: Callable[[PendingStep, Output, memoryview], PendingStep | None] | None = None
+    until: int = 0
 
     def message(self, standing: Standing, answered: int) -> Step:
         """What is sent before `content`."""
@@ -65,6 +82,8 @@ class PendingStep:
             trace=self.trace,
             answered=answered,
             deadline_ms=standing.deadline_ms,
+            loop=self.until > 0,
+            sampling=() if self.choices is None else self.choices(),
         )
 
 
@@ -104,6 +123,11 @@ class Ledger:
         self.numbered += 1
         return self.numbered
 
+    def reserve(self, count: int) -> int:
+        """Leave out the next `count` numbers; returns the last of them."""
+        self.numbered += count
+        return self.numbered
+
     def expect_adoption(self) -> None:
         """Stages may begin with what they kept: that takes the first number."""
         self.numbered = ADOPTED_STEP
@@ -117,14 +141,23 @@ class Ledger:
         self._pending[step.number] = step
 
     def expects(self, number: int) -> bool:
-        """Whether an answer to this step or replay is still due."""
-        return number in self._pending or number in self._replays
+        """Whether an answer to this step or replay is still due, or will be."""
+        if number in self._pending or number in self._replays:
+            return True
+        return any(step.number < number <= step.until for step in self._pending.values())
 
     def take(self, output: Output, content: memoryview) -> PendingStep | None:
-        """Enter an answer; the step it belongs to, or None when no such step is pending."""
-        step = self._pending.pop(output.step, None)
+        """Enter an answer; the step it belongs to, or None when no such step is pending.
+
+        Raises ProtocolError when it does not fit the step, which stays pending then.
+        """
+        step = self._pending.get(output.step)
         if step is None:
             return None
+        following = None if step.then is None else step.then(step, output, content)
+        del self._pending[output.step]
+        if following is not None:
+            self.enter(following)
         for sequence in step.part.table.sequences:
             self.newest[sequence] = step.number
         if step.operations is not NO_OPERATIONS:

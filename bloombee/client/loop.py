@@ -15,8 +15,9 @@ import atexit
 import functools
 import logging
 import os
+import queue
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, Generic, TypeVar
 
 import uvloop
@@ -24,6 +25,8 @@ import uvloop
 from bloombee.errors import BloomBeeError, RequestError
 
 Result = TypeVar("Result")
+Item = TypeVar("Item")
+Work = Coroutine[Any, Any, None]
 
 _log = logging.getLogger(__name__)
 
@@ -34,11 +37,14 @@ CLOSE_GRACE_S = 5.0
 class _Call(Generic[Result]):
     """One coroutine on its way through the loop; `done` is free once it has ended."""
 
-    __slots__ = ("_coroutine", "_error", "_task", "_value", "done")
+    __slots__ = ("_coroutine", "_ended", "_error", "_task", "_value", "done")
 
-    def __init__(self, coroutine: Coroutine[Any, Any, Result]) -> None:
+    def __init__(
+        self, coroutine: Coroutine[Any, Any, Result], ended: Callable[[], object] = lambda: None
+    ) -> None:
         self.done = threading.Lock()
         self.done.acquire()
+        self._ended = ended
         self._coroutine = coroutine
         self._task: asyncio.Task[None] | None = None
         self._value: Result | None = None
@@ -70,6 +76,7 @@ class _Call(Generic[Result]):
         if task is not None and task.cancelled():
             self._error = asyncio.CancelledError()
         self.done.release()
+        self._ended()
 
     @property
     def has_result(self) -> bool:
@@ -139,9 +146,7 @@ class LoopThread:
         thread, which would wait for itself, in a forked child, which has no such thread,
         or when the loop was closed.
         """
-        if not self.is_open or threading.current_thread() is self._thread:
-            coroutine.close()
-            raise RequestError(f"can't wait for the swarm here: {self._obstacle()}")
+        self._check_thread(coroutine)
         call = _Call(coroutine)
         self._loop.call_soon_threadsafe(call.start, self._tasks)
         try:
@@ -152,6 +157,47 @@ class LoopThread:
                 self.post(undo(call.result()))
             raise
         return call.result()
+
+    def stream(self, work: Callable[[Callable[[Item], None]], Work]) -> Iterator[Item]:
+        """What a coroutine of the loop passes to its argument, in the calling thread.
+
+        Ending the iteration, or interrupting it, cancels the coroutine first. Raises as `run`.
+        """
+        inbox: queue.SimpleQueue[Item | None] = queue.SimpleQueue()
+        coroutine = work(inbox.put)
+        self._check_thread(coroutine)
+        call = _Call(coroutine, lambda: inbox.put(None))
+        self._loop.call_soon_threadsafe(call.start, self._tasks)
+        try:
+            while (item := inbox.get()) is not None:
+                yield item
+        except BaseException as interrupt:
+            self._loop.call_soon_threadsafe(call.cancel, interrupt)
+            call.done.acquire(timeout=CANCEL_GRACE_S)
+            raise
+        call.result()
+
+    def begin(self, coroutine: Work, ended: Callable[[], object]) -> Begun:
+        """Start `coroutine`, for a caller in any event loop; `ended` is called in ours.
+
+        Raises RequestError in a forked child, or when the loop was closed.
+        """
+        if not self.is_open:
+            coroutine.close()
+            raise RequestError(f"can't reach the swarm here: {self._obstacle()}")
+        call = _Call(coroutine, ended)
+        self._loop.call_soon_threadsafe(call.start, self._tasks)
+        return Begun(self, call)
+
+    def cancel(self, call: _Call[Any]) -> None:
+        """End what was begun, unless it has ended. Does not wait."""
+        if self.is_open:
+            self._loop.call_soon_threadsafe(call.cancel, asyncio.CancelledError())
+
+    def _check_thread(self, coroutine: Coroutine[Any, Any, Any]) -> None:
+        if not self.is_open or threading.current_thread() is self._thread:
+            coroutine.close()
+            raise RequestError(f"can't wait for the swarm here: {self._obstacle()}")
 
     def post(self, coroutine: Coroutine[Any, Any, object]) -> None:
         """Start `coroutine` and don't wait: what finalizers use. Drops it once closed."""
@@ -172,6 +218,22 @@ class LoopThread:
         self._closed = True
         self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join(CLOSE_GRACE_S)
+
+
+class Begun:
+    """A coroutine that runs in a `LoopThread`."""
+
+    def __init__(self, loop: LoopThread, call: _Call[None]) -> None:
+        self._loop = loop
+        self._call = call
+
+    def cancel(self) -> None:
+        """End it, unless it has ended. Does not wait."""
+        self._loop.cancel(self._call)
+
+    def check(self) -> None:
+        """Raise what it raised; it has ended."""
+        self._call.result()
 
 
 async def _reported(work: Coroutine[Any, Any, object]) -> None:

@@ -21,8 +21,9 @@ from jaxtyping import Float
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from bloombee.client.batch import Backend, BatchTerms, RemoteBatch, Tokens, embed_entries
+from bloombee.client.batch import Backend, BatchTerms, RemoteBatch
 from bloombee.client.cache import RemoteCache
+from bloombee.client.embedding import Tokens, embed_entries
 from bloombee.client.inputs import Inputs, check_ids, check_positions, read_inputs
 from bloombee.client.links import deadline
 from bloombee.client.loop import LoopThread
@@ -34,7 +35,8 @@ from bloombee.client.session import RemoteSession
 from bloombee.client.split import Want
 from bloombee.client.swarm_access import SwarmAccess
 from bloombee.client.terms import SessionTerms
-from bloombee.client.traffic import Progress, Traffic
+from bloombee.client.traffic import Progress, Traffic, merged
+from bloombee.config.client import ClientSettings
 from bloombee.core import Route
 from bloombee.errors import RequestError, Unsupported
 from bloombee.models import ModelEnds, ModelSource
@@ -54,8 +56,9 @@ class DistributedModelForCausalLM(ManyPromptsMixin, RemoteGenerationMixin, PreTr
     Made by `AutoDistributedModelForCausalLM.from_pretrained`. Use it as you would a
     transformers model, for inference: `generate` (greedy, sampling with `seed=`,
     beams, processors, criteria, streamers), `forward`, and
-    `with model.inference_session(max_length=...)` for several turns. `route` and
-    `traffic` are those of the session opened last.
+    `with model.inference_session(max_length=...)` for several turns; or take tokens from
+    `decode`. `route` and `traffic` are those of the session opened last, and of all that
+    were opened for one call.
     """
 
     base_model_prefix = "model"
@@ -70,7 +73,7 @@ class DistributedModelForCausalLM(ManyPromptsMixin, RemoteGenerationMixin, PreTr
         super().__init__(config)
         self.generation_config = source.generation_config()
         self.source = source
-        self._progress: Progress | None = None
+        self._shown: list[Progress] = []
         self._ends = ends
         self._access = access
         self._loop = loop
@@ -82,12 +85,12 @@ class DistributedModelForCausalLM(ManyPromptsMixin, RemoteGenerationMixin, PreTr
     @property
     def route(self) -> Route | None:
         """The stages of the session opened last, as they are now; None before the first."""
-        return None if self._progress is None else self._progress.route
+        return self._shown[-1].route if self._shown else None
 
     @property
     def traffic(self) -> Traffic | None:
         """What the session opened last has moved; None before the first."""
-        return None if self._progress is None else self._progress.traffic
+        return merged([each.traffic for each in self._shown]) if self._shown else None
 
     @property
     def device(self) -> torch.device:
@@ -100,13 +103,28 @@ class DistributedModelForCausalLM(ManyPromptsMixin, RemoteGenerationMixin, PreTr
         return self._ends.dtype
 
     @property
-    def request_s(self) -> float:
-        """How long one call of `generate` or `forward` may take, by the settings."""
-        return self._access.settings.request_s
+    def settings(self) -> ClientSettings:
+        """Deadlines and limits of its sessions."""
+        return self._access.settings
 
     def get_input_embeddings(self) -> torch.nn.Module:
         """What turns ids into `inputs_embeds`, for prompts of embeddings."""
         return self._ends.embeddings
+
+    @property
+    def vocabulary(self) -> int:
+        """How many token ids there are."""
+        return self.source.vocab_size
+
+    @property
+    def loop(self) -> LoopThread:
+        """Where its sessions run."""
+        return self._loop
+
+    @property
+    def access(self) -> SwarmAccess:
+        """How it finds and reaches servers."""
+        return self._access
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The model's tokenizer. Raises ModelError when it has none."""
@@ -236,7 +254,11 @@ class DistributedModelForCausalLM(ManyPromptsMixin, RemoteGenerationMixin, PreTr
     # What it works with --------------------------------------------------------------
 
     def new_cache(self, terms: BatchTerms) -> RemoteCache:
-        """An empty cache; its session opens with the first tokens.
+        """An empty cache; see `new_batch`."""
+        return RemoteCache(self.new_batch(terms))
+
+    def new_batch(self, terms: BatchTerms) -> RemoteBatch:
+        """An empty batch; its session opens with the first tokens.
 
         Raises RequestError when `terms` ask for longer rows than the model takes, or
         the model is closed.
@@ -247,7 +269,7 @@ class DistributedModelForCausalLM(ManyPromptsMixin, RemoteGenerationMixin, PreTr
         limit = self.source.max_length
         embed = partial(_embed, self._ends)
         backend = Backend(self._opening, embed, self._loop, limit, self.left_s)
-        return RemoteCache(RemoteBatch(terms, backend))
+        return RemoteBatch(terms, backend)
 
     def check_length(self, tokens: int) -> None:
         """Raise RequestError when the model can't hold so many tokens in a row."""
@@ -261,7 +283,14 @@ class DistributedModelForCausalLM(ManyPromptsMixin, RemoteGenerationMixin, PreTr
         self, sequences: int, max_length: int, prompts: tuple[tuple[int, ...], ...] = ()
     ) -> Coroutine[Any, Any, RemoteSession]:
         self.check_length(max_length)
-        terms = SessionTerms(
+        terms = self.session_terms(sequences, max_length, prompts)
+        return self._open(terms, self.left_s() or self.settings.request_s)
+
+    def session_terms(
+        self, sequences: int, max_length: int, prompts: tuple[tuple[int, ...], ...] = ()
+    ) -> SessionTerms:
+        """What a session of the model reserves."""
+        return SessionTerms(
             self.source.fingerprint,
             sequences,
             max_length,
@@ -270,13 +299,12 @@ class DistributedModelForCausalLM(ManyPromptsMixin, RemoteGenerationMixin, PreTr
             self.source.whole_prompts,
             prompts,
         )
-        return self._open(terms, self.left_s() or self.request_s)
 
     async def _open(self, terms: SessionTerms, within_s: float) -> RemoteSession:
         embed = partial(embed_entries, partial(_embed, self._ends))
         async with deadline(within_s, "opening a session"):
             session = await self._access.open(terms, self._loop.tasks, embed)
-        self._progress = session.progress
+        self._shown = self.shown_together(session.progress)
         return session
 
     # What it is not --------------------------------------------------------------------

@@ -1,8 +1,8 @@
 """`generate` over a swarm: transformers' own loop, with a cache that lives elsewhere.
 
-Only the seams are ours: which cache a call starts with, what it may not ask for,
-where the random numbers of a seeded call come from, and that a call inside an
-`inference_session` continues what the servers hold.
+Only the seams are ours: which cache a call starts with, what it may not ask for, who
+chooses the tokens, where the random numbers of a seeded call come from, and that a call
+inside an `inference_session` continues what the servers hold.
 """
 
 from __future__ import annotations
@@ -17,16 +17,25 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.overrides import TorchFunctionMode
-from transformers import GenerationConfig, GenerationMixin
+from transformers import (
+    GenerationConfig,
+    GenerationMixin,
+    LogitsProcessorList,
+    StoppingCriteriaList,
+)
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.utils import GENERATION_MODES_MAPPING
 
-from bloombee.client.batch import BatchTerms
+from bloombee.client.batch import BatchTerms, RemoteBatch
 from bloombee.client.cache import RemoteCache
 from bloombee.client.inference_session import InferenceSession
+from bloombee.client.model_decoding import RemoteDecodingMixin
+from bloombee.client.seeded_draws import SeededDraws
+from bloombee.client.server_head import Arguments
 from bloombee.errors import DeadlineExceeded, RequestError, Unsupported
 from bloombee.telemetry import now_s
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,26 +46,27 @@ class _Limit:
     given_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class _Head:
+    """Who chooses the tokens of a call, and with which seed."""
+
+    name: str
+    seed: int | None
+
+
+_AUTO = _Head("auto", None)
+_head: ContextVar[_Head] = ContextVar("bloombee_head", default=_AUTO)
 _session: ContextVar[InferenceSession | None] = ContextVar("bloombee_session", default=None)
 _limit: ContextVar[_Limit | None] = ContextVar("bloombee_limit", default=None)
 _made: ContextVar[list[RemoteCache] | None] = ContextVar("bloombee_made", default=None)
 
 
-class RemoteGenerationMixin(GenerationMixin):
+class RemoteGenerationMixin(RemoteDecodingMixin, GenerationMixin):
     """What a distributed model overrides of transformers' generation."""
 
     if TYPE_CHECKING:
 
         def new_cache(self, terms: BatchTerms) -> RemoteCache:
-            """See `DistributedModelForCausalLM`."""
-            ...
-
-        def check_length(self, tokens: int) -> None:
-            """See `DistributedModelForCausalLM`."""
-            ...
-
-        @property
-        def request_s(self) -> float:
             """See `DistributedModelForCausalLM`."""
             ...
 
@@ -71,9 +81,16 @@ class RemoteGenerationMixin(GenerationMixin):
     ) -> Any:
         """Transformers' `generate`, with three arguments more.
 
-        `seed` makes sampling draw what it would after `torch.manual_seed(seed)`,
-        without touching the global generator. `head` says who turns rows into tokens:
-        "auto" or "client"; "server" is not available yet. `deadline_s` is how long the
+        `head` says who chooses the tokens. "server": the last stage, which sends them to
+        the first, so that no token waits for the client; a batch decodes as several
+        micro-batches that don't wait for each other. "client": transformers, here. "auto"
+        is the server head for greedy decoding and for sampling with `seed`, unless the call
+        asks for what only transformers does (other processors and criteria, scores, beams).
+        Tokens are the same.
+
+        `seed` makes sampling repeatable: row r of the batch draws its n-th token with the
+        generator of `models.drawing`, from (seed, r, n) alone, whoever chooses. Without it
+        transformers draws from torch's global generator. `deadline_s` is how long the
         whole call may take, if less than the settings' `request_s`; DeadlineExceeded is
         raised then, and an `inference_session` can go on afterwards.
 
@@ -89,8 +106,9 @@ class RemoteGenerationMixin(GenerationMixin):
             session = self.active_session
             stack.enter_context(_set(_session, None))
             stack.enter_context(self.within(deadline_s))
+            stack.enter_context(_set(_head, _Head(head, seed)))
             if seed is not None:
-                stack.enter_context(_SeededDraws(seed))
+                stack.enter_context(SeededDraws(seed))
             made = stack.enter_context(self._closing_caches())
             if session is not None:
                 ids = inputs if inputs is not None else kwargs.get("input_ids")
@@ -101,6 +119,58 @@ class RemoteGenerationMixin(GenerationMixin):
             made[:] = [each for each in made if each is not returned]
             return result
 
+    def _sample(
+        self,
+        input_ids: torch.Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        synced_gpus: bool = False,
+        streamer: Any = None,
+        **model_kwargs: Any,
+    ) -> Any:
+        """Greedy decoding and sampling: by the servers where they can and may, else here."""
+        head = _head.get()
+        arguments = Arguments(
+            input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs
+        )
+        if head.name != "client":
+            held = self._held_batch(model_kwargs.get("cache"))
+            try:
+                self._check_barrier()
+                request = arguments.request(held, head.seed, self.vocabulary)
+            except Unsupported as reason:
+                if head.name == "server":
+                    raise
+                _log.debug("the client chooses the tokens: %s", reason)
+            else:
+                answers = arguments.answers(streamer)
+                for tokens in self.stream_tokens(request, held):
+                    answers.take(tokens)
+                return answers.finish()
+        return super()._sample(  # pyright: ignore[reportAttributeAccessIssue] - as for generate
+            input_ids,
+            logits_processor=logits_processor,
+            stopping_criteria=stopping_criteria,
+            generation_config=generation_config,
+            synced_gpus=synced_gpus,
+            streamer=streamer,
+            **model_kwargs,
+        )
+
+    def _check_barrier(self) -> None:
+        if self.settings.barrier:
+            raise Unsupported(
+                "head='server' has no barrier between micro-batches: leave barrier out of the "
+                "client's settings, or the head to the client"
+            )
+
+    @staticmethod
+    def _held_batch(cache: RemoteCache | None) -> RemoteBatch | None:
+        """What a call continues; None when its cache was made for it alone."""
+        made = _made.get() or []
+        return None if cache is None or any(cache is each for each in made) else cache.batch
+
     @contextmanager
     def within(self, deadline_s: float | None) -> Iterator[None]:
         """What happens inside takes at most `deadline_s` and the settings' `request_s`.
@@ -109,7 +179,8 @@ class RemoteGenerationMixin(GenerationMixin):
         """
         if deadline_s is not None and not _is_duration(deadline_s):
             raise RequestError(f"deadline_s={deadline_s!r}: give a positive number of seconds")
-        given_s = self.request_s if deadline_s is None else min(self.request_s, deadline_s)
+        longest_s = self.settings.request_s
+        given_s = longest_s if deadline_s is None else min(longest_s, deadline_s)
         limit, outer = _Limit(now_s() + given_s, given_s), _limit.get()
         with _set(_limit, limit if outer is None or limit.until_s < outer.until_s else outer):
             yield
@@ -200,26 +271,6 @@ class RemoteGenerationMixin(GenerationMixin):
             )
 
 
-class _SeededDraws(TorchFunctionMode):
-    """Gives `torch.multinomial` a generator of this thread's call alone."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        self._seed = seed
-        self._generators: dict[torch.device, torch.Generator] = {}
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.multinomial and kwargs.get("generator") is None:
-            kwargs = {**kwargs, "generator": self._generator(args[0].device)}
-        return func(*args, **kwargs)
-
-    def _generator(self, device: torch.device) -> torch.Generator:
-        if device not in self._generators:
-            self._generators[device] = torch.Generator(device).manual_seed(self._seed)
-        return self._generators[device]
-
-
 @contextmanager
 def _set(variable: ContextVar[Any], value: object) -> Iterator[None]:
     token = variable.set(value)
@@ -230,15 +281,13 @@ def _set(variable: ContextVar[Any], value: object) -> Iterator[None]:
 
 
 def _check_head(head: str) -> None:
-    if head == "server":
-        raise Unsupported("head='server' is not available yet: leave it out, or pass 'client'")
-    if head not in ("auto", "client"):
-        raise RequestError(f"head={head!r} is unknown: pass 'auto' or 'client'")
+    if head not in ("auto", "client", "server"):
+        raise RequestError(f"head={head!r} is unknown: pass 'auto', 'client' or 'server'")
 
 
 def _check_seed(seed: object) -> None:
-    if seed is not None and not (type(seed) is int and 0 <= seed < 1 << 64):
-        raise RequestError(f"seed={seed!r}: give an integer from 0 to 2**64 - 1")
+    if seed is not None and not (type(seed) is int and 0 <= seed < 1 << 63):
+        raise RequestError(f"seed={seed!r}: give an integer from 0 to 2**63 - 1")
 
 
 def _is_duration(value: object) -> bool:

@@ -123,6 +123,8 @@ def _message(circuit: Circuit, index: int, opening: Opening, secret: bytes) -> O
         max_length=terms.max_length,
         dtype=terms.dtype,
         next=None if is_last else circuit.seats[index + 1].stream.hop,
+        ring=circuit.seats[0].stream.hop if is_last and index else None,
+        stages=len(circuit.seats),
         resume=seat in opening.resumed,
         wait_s=opening.wait_s if queues else 0.0,
         source=seat.source,

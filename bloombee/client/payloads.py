@@ -1,7 +1,10 @@
-"""Rows as the payload of a frame."""
+"""Rows and token ids as the payload of a frame."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
 import torch
 from jaxtyping import Float
 
@@ -39,3 +42,26 @@ def decode_rows(
     if payload.content != "rows" or payload.dtype != dtype:
         raise ProtocolError(f"asked for rows of {dtype}, got {payload.content} of {payload.dtype}")
     return compression.decode(content, payload.codec, payload.dtype, rows, payload.width)
+
+
+def encode_ids(ids: Sequence[int]) -> tuple[Payload, compression.Buffer]:
+    """The description of T ids `[T, 1]`, and their bytes."""
+    return Payload("ids", "int32", len(ids), 1), ids_bytes(ids)
+
+
+def ids_bytes(ids: Sequence[int]) -> bytes:
+    """Ids as int32, little endian."""
+    return np.asarray(ids, dtype="<i4").tobytes()
+
+
+def decode_ids(payload: Payload, content: memoryview, expected: int) -> list[int]:
+    """The `expected` ids of an output.
+
+    Raises ProtocolError when the answer has another shape, dtype or content.
+    """
+    described = (payload.content, payload.dtype, payload.codec, payload.rows, payload.width)
+    if described != ("ids", "int32", "raw", expected, 1) or len(content) != 4 * expected:
+        raise ProtocolError(
+            f"asked for {expected} ids, got {payload.rows} {payload.content} of {payload.dtype}"
+        )
+    return np.frombuffer(content, dtype="<i4").tolist()

@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import replace
 
 import msgspec
 import torch
-from jaxtyping import Float
 
 from bloombee.client.circuit import Circuit
 from bloombee.client.history import Entry
 from bloombee.client.terms import SessionTerms
+from bloombee.client.work import Work
 from bloombee.core import PackedTable
 from bloombee.errors import RequestError
-from bloombee.protocol.messages import PREFIX_TOKENS, Chain, Operations
+from bloombee.protocol.messages import PREFIX_TOKENS, Chain
 
 HASH_BYTES = 16
 MOST_CHUNKS = 1 << 12
@@ -71,26 +72,33 @@ class Beginning:
                     f"sequence {sequence} was opened for another prompt: open another session"
                 )
 
-    def first(
-        self, rows: Float[torch.Tensor, "T D"], table: PackedTable, operations: Operations
-    ) -> tuple[Float[torch.Tensor, "R D"], PackedTable, Operations]:
+    def first(self, work: Work) -> Work:
         """What is left of the first step; from here on all stages count as holding the rest."""
         held = [seat.standing.held_tokens for seat in self._circuit.seats]
-        adopted, cut = shared(table, held)
+        adopted, cut = shared(work.table, held)
         self._circuit.ledger.adopt(adopted)
         self._circuit.progress.traffic.adopted.extend(adopted)
-        if any(adopted):
-            left = [slice(r.offset + adopted[r.sequence], r.offset + r.count) for r in table.rows()]
-            rows = torch.cat([rows[part] for part in left])
-            table = PackedTable(
-                table.sequences,
-                tuple(adopted[sequence] for sequence in table.sequences),
-                tuple(part.stop - part.start for part in left),
-            )
         if cut:
-            truncates = (*operations.truncates, *cut)
-            operations = msgspec.structs.replace(operations, truncates=truncates)
-        return rows, table, operations
+            truncates = (*work.operations.truncates, *cut)
+            operations = msgspec.structs.replace(work.operations, truncates=truncates)
+            work = replace(work, operations=operations)
+        return _rest(work, adopted) if any(adopted) else work
+
+
+def _rest(work: Work, adopted: Sequence[int]) -> Work:
+    """The step without the first `adopted` tokens of each sequence."""
+    table = work.table
+    left = [slice(r.offset + adopted[r.sequence], r.offset + r.count) for r in table.rows()]
+    return replace(
+        work,
+        entries=[entry for part in left for entry in work.entries[part]],
+        rows=None if work.rows is None else torch.cat([work.rows[part] for part in left]),
+        table=PackedTable(
+            table.sequences,
+            tuple(adopted[sequence] for sequence in table.sequences),
+            tuple(part.stop - part.start for part in left),
+        ),
+    )
 
 
 def shared(

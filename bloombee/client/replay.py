@@ -12,16 +12,16 @@ import torch
 from jaxtyping import Float
 
 from bloombee.client.circuit import Circuit, Interrupted
-from bloombee.client.history import Entry, History
+from bloombee.client.history import Entry, History, ids_of
 from bloombee.client.links import StageLink
-from bloombee.client.payloads import encode_rows
+from bloombee.client.payloads import encode_ids, encode_rows
 from bloombee.client.rebuild import Gap, Rows, rows_of_client, rows_of_stage
 from bloombee.client.split import Part
 from bloombee.client.terms import SessionTerms
 from bloombee.compression import Buffer
 from bloombee.config.client import ClientSettings
 from bloombee.errors import BloomBeeError
-from bloombee.protocol.messages import Operations, Replay, Step
+from bloombee.protocol.messages import Operations, Payload, Replay, Step
 
 EmbedEntries = Callable[[Sequence[Entry], torch.Tensor], Float[torch.Tensor, "T D"]]
 """Entries of a history and their positions `[T]` to the rows that enter the first block."""
@@ -141,9 +141,7 @@ class Rebuilder:
 
     def _from_here(self, gap: Gap, rows: Rows, part: Part, releases: tuple[int, ...]) -> _Job:
         circuit, table = self._circuit, part.table
-        payload, content = encode_rows(
-            self._embedded(part), self._past.terms.dtype, self._settings.codec
-        )
+        payload, content = self._encoded(part)
         number, answer = circuit.ledger.expect_replay()
         message = Step(
             session=circuit.session,
@@ -163,12 +161,16 @@ class Rebuilder:
         )
         return _Job(circuit.seats[0].stream, message, content, answer)
 
-    def _embedded(self, part: Part) -> Float[torch.Tensor, "T D"]:
+    def _encoded(self, part: Part) -> tuple[Payload, Buffer]:
         entries: list[Entry] = []
         for row in part.table.rows():
             past = self._past.history.entries(row.sequence)
             entries.extend(past[row.first_position : row.first_position + row.count])
-        return self._past.embed(entries, torch.from_numpy(part.table.positions))
+        ids = ids_of(entries)
+        if len(ids) == len(entries):
+            return encode_ids(ids)
+        rows = self._past.embed(entries, torch.from_numpy(part.table.positions))
+        return encode_rows(rows, self._past.terms.dtype, self._settings.codec)
 
 
 async def send(link: StageLink, message: Step | Replay, content: Buffer) -> None:

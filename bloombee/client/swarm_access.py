@@ -120,6 +120,10 @@ class SwarmAccess:
                 return session
             await asyncio.sleep(search.pause_s())
 
+    async def stages(self, terms: SessionTerms) -> int:
+        """How many stages a session of these terms would have now. Raises as `open`."""
+        return len(await self._route(terms, set(), fresh=False))
+
     async def _find(self, search: _Search, terms: SessionTerms) -> list[Holder]:
         """The best route as of now; waits for one where those that there were have failed."""
         now = asyncio.get_running_loop().time

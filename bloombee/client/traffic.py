@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from bloombee.core import Route, Stage
@@ -90,3 +91,15 @@ class Progress:
 
 def _named(stages: tuple[Stage, ...]) -> str:
     return ", ".join(f"{stage.span} at {stage.peer[-8:]}" for stage in stages) or "nothing"
+
+
+def merged(parts: Sequence[Traffic]) -> Traffic:
+    """The traffic of several sessions as that of one."""
+    if len(parts) == 1:
+        return parts[0]
+    return Traffic(
+        [stream for part in parts for stream in part.streams],
+        [trace for part in parts for trace in part.traces],
+        [recovery for part in parts for recovery in part.recoveries],
+        [tokens for part in parts for tokens in part.adopted],
+    )

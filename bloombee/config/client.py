@@ -68,6 +68,16 @@ class ClientSettings(Settings):
         ge=1,
         description="least tokens a step of a prompt carries when it is split for overlap",
     )
+    micro_batches: int | None = Field(
+        default=None,
+        ge=1,
+        description="parts of a batch that decode without waiting for each other; "
+        "without a number as many as keep all stages busy",
+    )
+    barrier: bool = Field(
+        default=False,
+        description="wait for all micro-batches at every token, as the paper does; client head",
+    )
     payload_bytes: int = Field(default=16 << 20, ge=1, description="largest payload of one step")
     codec: CodecName = Field(
         default="raw",

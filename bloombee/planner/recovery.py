@@ -149,7 +149,7 @@ class Casebook:
 
     def treat(self, symptoms: Sequence[Symptom], peers: Sequence[PeerId]) -> Treatment:
         """What to do with the stages held by `peers`, in order. Counts the symptoms."""
-        worst = _worst(symptoms)
+        worst = _worst(symptoms, len(peers))
         cares = [_FINE] * len(peers)
         hopeless: Symptom | None = None
         for symptom in worst:
@@ -181,8 +181,8 @@ class Casebook:
 
     def _relink(self, cares: list[Cares], stage: int, times: int) -> None:
         """First both ends of the hop try again, then the far end goes, then the near one, ..."""
-        culprit = stage + 1 if times % 2 == 0 else stage
-        if times > 1 and culprit < len(cares):
+        culprit = _after(stage, len(cares)) if times % 2 == 0 else stage
+        if times > 1:
             cares[culprit] = (Care.REPLACE, Care.KEEP)
 
     def _pause_s(self) -> float:
@@ -210,7 +210,12 @@ _ORDER = (
 )
 
 
-def _worst(symptoms: Sequence[Symptom]) -> list[Symptom]:
+def _after(stage: int, stages: int) -> int:
+    """The far end of a stage's hop: the last one sends chosen tokens to the first."""
+    return (stage + 1) % stages
+
+
+def _worst(symptoms: Sequence[Symptom], stages: int) -> list[Symptom]:
     """One symptom a stage; a hop that was lost because its far end is counts for nothing."""
     found: dict[int, Trouble] = {}
     for stage, trouble in ((s.stage, s.trouble) for s in symptoms):
@@ -219,7 +224,7 @@ def _worst(symptoms: Sequence[Symptom]) -> list[Symptom]:
     return [
         Symptom(stage, trouble)
         for stage, trouble in sorted(found.items())
-        if trouble is not Trouble.HOP or found.get(stage + 1) in (None, Trouble.HOP)
+        if trouble is not Trouble.HOP or found.get(_after(stage, stages)) in (None, Trouble.HOP)
     ]
 
 

@@ -39,9 +39,9 @@ def test_a_returned_cache_is_continued(local: Any, remote: Any) -> None:
 def test_turns_of_a_session_send_only_what_is_new(
     local: Any, remote: Any, swarm: ClientSwarm
 ) -> None:
-    row_bytes = 4 * swarm.source.hidden_size
-    text = prompt(1, 200)
-    with remote.inference_session(max_length=400) as session:
+    id_bytes, other_bytes = 4, 2500
+    text = prompt(1, 1200)
+    with remote.inference_session(max_length=1400) as session:
         for turn in range(3):
             before = session.cache.batch.session.traffic.bytes_sent if turn else 0
             expected = local.generate(text, max_new_tokens=6, do_sample=False, eos_token_id=None)
@@ -49,8 +49,8 @@ def test_turns_of_a_session_send_only_what_is_new(
             assert found.tolist() == expected.tolist()
             assert session.position == found.shape[1] - 1
             sent = session.cache.batch.session.traffic.bytes_sent - before
-            fresh = text.shape[1] + 5 if not turn else 15 + 6
-            assert fresh * row_bytes <= sent < fresh * row_bytes + 400 * 8
+            fresh = text.shape[1] if not turn else 15 + 1
+            assert fresh * id_bytes <= sent < fresh * id_bytes + other_bytes
             text = torch.cat((found, prompt(1, 15, seed=turn)), dim=1)
         assert session.route is not None
         assert session.max_length == 400

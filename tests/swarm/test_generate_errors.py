@@ -208,7 +208,6 @@ def test_full_servers_say_so(swarm: ClientSwarm, model: DistributedModelForCausa
     ("call", "error", "message"),
     [
         (lambda m: m.generate(IDS, max_new_tokens=3000), RequestError, r"3004 tokens .*\(2048\)"),
-        (lambda m: m.generate(IDS, head="server"), Unsupported, "not available yet"),
         (lambda m: m.generate(IDS, head="tail"), RequestError, "'tail' is unknown"),
         (
             lambda m: m.generate(IDS, max_new_tokens=3, cache=DynamicCache()),
@@ -264,7 +263,7 @@ def test_more_than_the_swarm_holds_is_refused_with_numbers(
     model: DistributedModelForCausalLM,
 ) -> None:
     with pytest.raises(RequestError, match=r"8 sequences of 504 tokens .* holds 2048 KV tokens"):
-        model.generate(IDS.expand(8, -1), max_new_tokens=500, **GREEDY)
+        model.generate(IDS.expand(8, -1), max_new_tokens=500, head="client", **GREEDY)
 
 
 def test_sessions_refuse_what_does_not_fit_them(model: DistributedModelForCausalLM) -> None:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from transformers import set_seed
 
+from bloombee.client.seeded_draws import SeededDraws
 from bloombee.core import Span
 from bloombee.errors import DeadlineExceeded, SwarmError
 from tests.client_swarm import QUICK, Size
@@ -89,8 +89,8 @@ def test_sampling_draws_what_it_would_have_drawn(three: ClientSwarm, local: Any)
     model = three.model()
     model.generate(IDS, max_new_tokens=1, **GREEDY)
     arguments = {"do_sample": True, "eos_token_id": None, "pad_token_id": 0, "max_new_tokens": 20}
-    set_seed(7)
-    expected = local.generate(IDS, **arguments)
+    with SeededDraws(7):
+        expected = local.generate(IDS, **arguments)
     doomed = three.serving(model, 1)
     favour(three, doomed)
     three.at_pass(doomed, 8, lambda: three.kill(doomed))

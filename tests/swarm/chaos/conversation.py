@@ -1,4 +1,4 @@
-"""What a client does in one session, as a seeded script, and the outputs that are right.
+"""What a client does in one session, and what it is answered.
 
 A `Conversation` plays a script against anything that takes steps: a session of the
 real client, or the `Oracle`, which holds all blocks and can't fail.
@@ -7,139 +7,28 @@ real client, or the `Oracle`, which holds all blocks and can't fail.
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import replace
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from bloombee.client.history import History
 from bloombee.client.rows import Row, resolve
-from bloombee.core import PackedTable, SessionId, Span
+from bloombee.client.work import Work
+from bloombee.core import PackedTable
 from bloombee.errors import BloomBeeError
-from bloombee.kv.interface import BatchItem
-from tests.swarm.chaos.digests import VOCABULARY, DigestModel, DigestPool, embed, to_numbers
+from tests.swarm.chaos.digests import VOCABULARY, embed, to_numbers
+from tests.swarm.chaos.scripts import Crop, Decode, Interrupt, Leave, Pause, Reorder, Say, Tell
+from tests.swarm.chaos.telling import Telling, sampling_of
 
 if TYPE_CHECKING:
-    import random
     from collections.abc import Awaitable, Callable, Sequence
 
     import torch
 
-    from bloombee.client.history import Entry
-    from bloombee.client.session import StepPhase
+    from bloombee.client.history import History
     from bloombee.client.split import Want
+    from bloombee.client.tokens import Emit, Line
+    from bloombee.client.work import StepPhase
     from bloombee.protocol.messages import Operations
-
-
-# Scripts ---------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Say:
-    """New tokens for each row, of these lengths (0: none)."""
-
-    lengths: tuple[int, ...]
-    want: Want = "last"
-
-
-@dataclass(frozen=True)
-class Decode:
-    """So many greedy tokens for each row."""
-
-    steps: int
-
-
-@dataclass(frozen=True)
-class Reorder:
-    """Rows become what other rows are, chosen by the newest outputs, as beams do; then a token."""
-
-    steps: int
-
-
-@dataclass(frozen=True)
-class Crop:
-    """Forget the last tokens of each row."""
-
-    tokens: int
-
-
-@dataclass(frozen=True)
-class Leave:
-    """The last row has finished; with `release` its KV is given back."""
-
-    release: bool
-
-
-@dataclass(frozen=True)
-class Pause:
-    """Nothing, for a while."""
-
-    seconds: float
-
-
-@dataclass(frozen=True)
-class Interrupt:
-    """The next step is cancelled after a while, and then asked for again."""
-
-    after_s: float
-
-
-Act = Say | Decode | Reorder | Crop | Leave | Pause | Interrupt
-
-
-@dataclass(frozen=True)
-class Script:
-    """One session."""
-
-    rows: int
-    max_length: int
-    acts: tuple[Act, ...]
-
-
-def make_script(luck: random.Random) -> Script:
-    """A session of one to four rows: a prompt, some tokens, perhaps more turns."""
-    rows = luck.choice((1, 1, 2, 3, 4))
-    acts: list[Act] = [Say(tuple(luck.randint(1, 40) for _ in range(rows)))]
-    left = rows
-    for _ in range(luck.randint(1, 4)):
-        act = _next_act(luck, left)
-        if isinstance(act, Reorder) and any(isinstance(a, Leave) and a.release for a in acts):
-            act = Decode(act.steps)  # forks need a free sequence, and a released one is gone
-        acts.append(act)
-        left -= isinstance(act, Leave)
-    acts.append(Decode(luck.randint(1, 8)))
-    longest = sum(_growth(act) for act in acts)
-    return Script(rows, longest + luck.randint(0, 8), tuple(acts))
-
-
-def _next_act(luck: random.Random, rows: int) -> Act:
-    kinds = ("decode", "say", "say", "reorder", "reorder", "crop", "leave", "pause", "stop")
-    kind = luck.choice(kinds)
-    if kind == "leave" and rows > 1:
-        return Leave(luck.random() < 0.5)
-    if kind == "say":
-        lengths = [luck.choice((0, 1, 3, 20)) for _ in range(rows)]
-        return Say((*lengths[1:], 5), luck.choice(("last", "last", "all", "none")))
-    if kind == "reorder":
-        return Reorder(luck.randint(2, 10))
-    if kind == "crop":
-        return Crop(luck.randint(1, 6))
-    if kind == "pause":
-        return Pause(luck.choice((0.3, 2.0, 8.0)))
-    if kind == "stop":
-        return Interrupt(luck.choice((0.0, 0.01, 0.05)))
-    return Decode(luck.randint(1, 10))
-
-
-def _growth(act: Act) -> int:
-    match act:
-        case Say(lengths):
-            return max(lengths)
-        case Decode(steps) | Reorder(steps):
-            return steps
-        case _:
-            return 0
-
-
-# Playing them ------------------------------------------------------------------
+    from tests.swarm.chaos.scripts import Script
 
 
 class Steps(Protocol):
@@ -147,16 +36,9 @@ class Steps(Protocol):
 
     history: History
 
-    async def step(
-        self,
-        rows: torch.Tensor,
-        table: PackedTable,
-        *,
-        entries: Sequence[Entry],
-        operations: Operations,
-        want: Want = "last",
-        phase: StepPhase = "decode",
-    ) -> torch.Tensor: ...
+    async def step(self, work: Work) -> torch.Tensor: ...
+
+    async def decode(self, work: Work, lines: Sequence[Line], emit: Emit) -> None: ...
 
 
 class Conversation:
@@ -186,6 +68,8 @@ class Conversation:
                         if isinstance(act, Reorder):
                             self._reorder()
                         await self._decode()
+                case Tell():
+                    await self._tell(act)
                 case Pause():
                     await asyncio.sleep(act.seconds)
                 case _:
@@ -242,6 +126,46 @@ class Conversation:
             for index, number in zip(live, numbers, strict=False):
                 self._newest[index] = number % VOCABULARY
 
+    async def _tell(self, act: Tell) -> None:
+        """Whatever interrupts it, what was told counts, and it goes on from there."""
+        tellings = [
+            Telling(row, [token], sampling_of(act, index))
+            for index, (row, token) in enumerate(zip(self._rows, self._newest, strict=True))
+        ]
+        while going := [each for each in tellings if not each.finished]:
+            try:
+                await self._try_telling(tellings, going)
+            except BloomBeeError as error:
+                await self._retry(error)
+            history = self._session.history
+            self._leaving = [each for each in self._leaving if history.length(each)]
+        self._rows = [each.row for each in tellings]
+        self._newest = [each.known[-1] for each in tellings]
+        self.outputs.append([token for each in tellings for token in each.told])
+
+    async def _try_telling(self, tellings: list[Telling], going: list[Telling]) -> None:
+        history = self._session.history
+        held = [history.length(sequence) for sequence in range(self._script.rows)]
+        placed = resolve([each.row for each in tellings], held)
+        for each, row in zip(tellings, placed.rows, strict=True):
+            each.row = row
+        lines = [each.line(history) for each in going]
+        work = Work(
+            table=PackedTable(
+                tuple(each.row.sequence for each in going),
+                tuple(each.row.length for each in going),
+                tuple(len(each.rest) for each in going),
+            ),
+            entries=[token for each in going for token in each.rest],
+            operations=self._operations(placed.operations),
+        )
+        try:
+            await self._interrupted(self._session.decode(work, lines, lambda _: None))
+            self._leaving = []
+        finally:
+            for each, line in zip(going, lines, strict=True):
+                each.heard(line, history)
+
     async def _try_once(self, tokens: list[list[int]], want: Want, phase: StepPhase) -> list[int]:
         history = self._session.history
         held = [history.length(sequence) for sequence in range(self._script.rows)]
@@ -254,14 +178,11 @@ class Conversation:
             tuple(len(new) for _, new in live),
         )
         ids = [token for _, new in live for token in new]
-        step = self._session.step(
-            embed(ids, table.positions.tolist()),
-            table,
-            entries=ids,
-            operations=operations,
-            want=want,
-            phase=phase,
+        rows = embed(ids, table.positions.tolist()) if self._script.sends_rows else None
+        work = Work(
+            table=table, entries=ids, rows=rows, operations=operations, want=want, phase=phase
         )
+        step = self._session.step(work)
         answer = await self._interrupted(step)
         self._leaving = []
         self._rows = [
@@ -275,7 +196,7 @@ class Conversation:
             forks=placed.forks, truncates=placed.truncates, releases=tuple(self._leaving)
         )
 
-    async def _interrupted(self, step: Awaitable[torch.Tensor]) -> torch.Tensor:
+    async def _interrupted(self, step: Awaitable[Answered]) -> Answered:
         if self._cancel_after_s is None:
             return await step
         after_s, self._cancel_after_s = self._cancel_after_s, None
@@ -286,65 +207,8 @@ class Conversation:
             raise Interrupted("the caller gave up") from None
 
 
+Answered = TypeVar("Answered")
+
+
 class Interrupted(BloomBeeError):
     """The script's own doing."""
-
-
-# What is right -------------------------------------------------------------------
-
-
-class Oracle:
-    """A session on all blocks, in this process, without wire or faults."""
-
-    _session = SessionId(bytes(16))
-
-    def __init__(self, num_blocks: int, script: Script) -> None:
-        span = Span(0, num_blocks)
-        self.history = History(script.rows)
-        self._model = DigestModel(span)
-        self._pool = DigestPool(span, script.rows * (script.max_length + 4))
-        self._pool.reserve(self._session, script.rows, script.max_length)
-
-    async def step(
-        self,
-        rows: torch.Tensor,
-        table: PackedTable,
-        *,
-        entries: Sequence[Entry],
-        operations: Operations,
-        want: Want = "last",
-        phase: StepPhase = "decode",
-    ) -> torch.Tensor:
-        self.history.apply(operations)
-        self.history.append(table, entries)
-        self._pool.fork(self._session, operations.forks)
-        for sequence, length in operations.truncates:
-            self._pool.truncate(self._session, sequence, length)
-        for sequence in operations.releases:
-            self._pool.release(self._session, sequence)
-        made = self._model.forward(rows, [BatchItem(self._session, table)], self._pool)
-        if want == "all":
-            return made
-        return made[table.last_rows.tolist()] if want == "last" else made[:0]
-
-
-async def right_outputs(num_blocks: int, script: Script) -> list[list[int]]:
-    """What a swarm has to answer, whatever befalls it."""
-
-    async def never(error: BloomBeeError) -> None:
-        raise error
-
-    script = uninterrupted(replace(script, acts=tuple(map(_unhurried, script.acts))))
-    told = Conversation(Oracle(num_blocks, script), script, never)
-    await told.play()
-    return told.outputs
-
-
-def uninterrupted(script: Script) -> Script:
-    """The same, but the caller never gives up on a step."""
-    acts = (Pause(0.0) if isinstance(act, Interrupt) else act for act in script.acts)
-    return replace(script, acts=tuple(acts))
-
-
-def _unhurried(act: Act) -> Act:
-    return Pause(0.0) if isinstance(act, Pause) else act

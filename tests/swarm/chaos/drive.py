@@ -12,16 +12,11 @@ from unittest.mock import patch
 
 from bloombee.errors import BloomBeeError, SwarmError
 from bloombee.telemetry import clock
-from tests.swarm.chaos.conversation import (
-    Conversation,
-    Interrupted,
-    Script,
-    make_script,
-    right_outputs,
-    uninterrupted,
-)
+from tests.swarm.chaos.conversation import Conversation, Interrupted
 from tests.swarm.chaos.fates import Fates
 from tests.swarm.chaos.faults import Calm, Deed, Fault, make_schedule
+from tests.swarm.chaos.oracle import right_outputs
+from tests.swarm.chaos.scripts import Script, make_script, uninterrupted, with_server_head
 from tests.swarm.chaos.world import Plan, World, tiled
 from tests.virtual_time import VirtualTimeLoop, process, run
 
@@ -88,6 +83,8 @@ def make_case(seed: int, *, disturbed: bool = True) -> Case:
         stages = luck.choice((1, 2, 2, 3, 3)) if copy == 0 else luck.choice((1, 2, 3))
         spans += tiled(num_blocks, sorted(luck.sample(range(1, num_blocks), stages - 1)))
     scripts = tuple(make_script(luck) for _ in range(luck.choice((1, 1, 1, 2, 3))))
+    heads = random.Random(f"heads {seed}")  # apart, so that the rest stays as it was
+    scripts = tuple(with_server_head(script, heads) for script in scripts)
     if not disturbed:
         scripts = tuple(map(uninterrupted, scripts))
     needs = [s.rows * (s.max_length + 3) for s in scripts]

@@ -1,0 +1,111 @@
+"""A batch as micro-batches that decode without waiting for each other.
+
+Each is a session of some of the rows: its next token enters the first stage as soon as
+the one before has left the last. Where the servers have no room for all of them at
+once, some wait until others are done.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from bloombee.client.batch import BatchTerms, RemoteBatch
+from bloombee.client.tokens import Emit
+from bloombee.errors import BloomBeeError, KVFull
+from bloombee.protocol.messages import Sampling
+
+LEAST_ROWS = 4
+"""Of a micro-batch, when nobody says how many there are: fewer cost more than they win."""
+
+
+@dataclass(frozen=True, slots=True)
+class Strand:
+    """One micro-batch: the rows from `first_row` on; each `repeats` neighbours have one prompt."""
+
+    first_row: int
+    prompts: tuple[Sequence[int], ...]
+    samplings: tuple[Sampling, ...]
+    repeats: int = 1
+
+    @property
+    def terms(self) -> BatchTerms:
+        """The session that it needs."""
+        rows = zip(self.prompts, self.samplings, strict=True)
+        longest = max(len(ids) + sampling.budget - 1 for ids, sampling in rows)
+        return BatchTerms(len(self.prompts), longest, growable=False, repeats=self.repeats)
+
+    def split(self, count: int) -> list[Strand]:
+        """About `count` strands of its rows; those of one prompt are parted only if need be."""
+        rows, groups = len(self.prompts), len(self.prompts) // self.repeats
+        if count <= groups:
+            cuts = [groups * index // count * self.repeats for index in range(count + 1)]
+        else:
+            pieces = min(self.repeats, -(-count // groups))
+            cuts = [
+                group * self.repeats + self.repeats * piece // pieces
+                for group in range(groups)
+                for piece in range(pieces)
+            ] + [rows]
+        return [
+            Strand(
+                self.first_row + start,
+                self.prompts[start:stop],
+                self.samplings[start:stop],
+                min(self.repeats, stop - start),
+            )
+            for start, stop in zip(cuts, cuts[1:], strict=False)
+        ]
+
+
+def chosen_count(rows: int, stages: int) -> int:
+    """How many micro-batches keep `stages`, and the links between them, at work."""
+    return max(1, min(2 * stages - 1, rows // LEAST_ROWS)) if stages > 1 else 1
+
+
+class MicroBatches:
+    """The sessions of one call, made by `new_batch`. Everything runs in the client's loop."""
+
+    def __init__(self, new_batch: Callable[[BatchTerms], RemoteBatch], emit: Emit) -> None:
+        self._new_batch = new_batch
+        self._emit = emit
+        self._running = 0
+        self._ended = asyncio.Event()
+
+    async def run(self, strands: Sequence[Strand]) -> None:
+        """Decode all of them. Raises the first error of any, when all have ended."""
+        failures: list[BaseException] = []
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for strand in strands:
+                    tasks.create_task(self._run(strand))
+        except* BloomBeeError as group:
+            failures.extend(group.exceptions)
+        if failures:
+            raise failures[0]
+
+    async def _run(self, strand: Strand) -> None:
+        batch = self._new_batch(strand.terms)
+        try:
+            await self._open(batch, strand)
+            self._running += 1
+            try:
+                await batch.decode(strand.prompts, strand.samplings, self._emit, strand.first_row)
+            finally:
+                self._running -= 1
+        finally:
+            await batch.end()
+            self._ended.set()
+
+    async def _open(self, batch: RemoteBatch, strand: Strand) -> None:
+        while True:
+            self._ended.clear()
+            try:
+                await batch.open(strand.prompts)
+            except KVFull:
+                if not self._running and not self._ended.is_set():
+                    raise
+                await self._ended.wait()
+            else:
+                return

@@ -1,0 +1,148 @@
+"""Tokens chosen on the servers, for `generate` and for whoever takes them one by one."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import AbstractContextManager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING
+
+from bloombee.client.batch import BatchTerms, RemoteBatch
+from bloombee.client.decoding import Mailbox, check_prompts
+from bloombee.client.loop import LoopThread
+from bloombee.client.micro_batches import LEAST_ROWS, MicroBatches, Strand, chosen_count
+from bloombee.client.server_head import Request
+from bloombee.client.swarm_access import SwarmAccess
+from bloombee.client.terms import SessionTerms
+from bloombee.client.tokens import Emit, Token, with_context
+from bloombee.client.traffic import Progress
+from bloombee.config.client import ClientSettings
+from bloombee.protocol.messages import Sampling
+
+_together: ContextVar[list[Progress] | None] = ContextVar("bloombee_together", default=None)
+"""The sessions of one call."""
+
+
+class RemoteDecodingMixin:
+    """What a distributed model does with the server head."""
+
+    if TYPE_CHECKING:
+
+        def new_batch(self, terms: BatchTerms) -> RemoteBatch:
+            """See `DistributedModelForCausalLM`."""
+            ...
+
+        def check_length(self, tokens: int) -> None:
+            """See `DistributedModelForCausalLM`."""
+            ...
+
+        def session_terms(self, sequences: int, max_length: int) -> SessionTerms:
+            """See `DistributedModelForCausalLM`."""
+            ...
+
+        def within(self, deadline_s: float | None) -> AbstractContextManager[None]:
+            """See `RemoteGenerationMixin`."""
+            ...
+
+        @property
+        def settings(self) -> ClientSettings:
+            """See `DistributedModelForCausalLM`."""
+            ...
+
+        @property
+        def vocabulary(self) -> int:
+            """See `DistributedModelForCausalLM`."""
+            ...
+
+        @property
+        def loop(self) -> LoopThread:
+            """See `DistributedModelForCausalLM`."""
+            ...
+
+        @property
+        def access(self) -> SwarmAccess:
+            """See `DistributedModelForCausalLM`."""
+            ...
+
+    @staticmethod
+    def shown_together(progress: Progress) -> list[Progress]:
+        """The sessions of this call so far, with one more."""
+        together = _together.get()
+        if together is None:
+            return [progress]
+        together.append(progress)
+        return together
+
+    async def decode(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sequence[Sampling],
+        *,
+        deadline_s: float | None = None,
+    ) -> AsyncGenerator[Token, None]:
+        """Tokens of all `prompts` (one `sampling` each), as the servers choose them.
+
+        One session, opened with the first `anext` and closed when all rows are finished
+        or the generator is (`aclose`, cancellation). For any event loop, the client's own
+        too. Of one row tokens come in order; rows don't wait for the caller. `context` of a
+        sampling with penalties may be left empty: it is the prompt then. It takes at most
+        `deadline_s` and the settings' `request_s`.
+
+        Raises RequestError before anything is sent, and later what `RemoteSession.decode`
+        does.
+        """
+        check_prompts(prompts, sampling, self.vocabulary)
+        chosen = [with_context(each, ids) for each, ids in zip(sampling, prompts, strict=True)]
+        strand = Strand(0, tuple(prompts), tuple(chosen))
+        self.check_length(strand.terms.max_length)
+        mailbox = Mailbox()
+
+        async def work() -> None:
+            with self.within(deadline_s):
+                await MicroBatches(self.new_batch, mailbox.put).run([strand])
+
+        begun = self.loop.begin(work(), mailbox.close)
+        try:
+            async for token in mailbox:
+                yield token
+            begun.check()
+        finally:
+            begun.cancel()
+            await mailbox.closed()
+
+    def stream_tokens(
+        self, request: Request, held: RemoteBatch | None
+    ) -> Iterator[Sequence[Token]]:
+        """Tokens of a call of `generate`, in its thread; of new sessions or of `held`."""
+        if held is not None:
+            yield from self._continue(request, held)
+            return
+
+        async def work(emit: Emit) -> None:
+            _together.set([])
+            strands = request.strand.split(await self._micro_batches(request.strand))
+            await MicroBatches(self.new_batch, emit).run(strands)
+
+        yield from self.loop.stream(work)
+
+    def _continue(self, request: Request, held: RemoteBatch) -> Iterator[Sequence[Token]]:
+        strand, before = request.strand, held.lengths
+        if held.sharing > 1:
+            held.stop_sharing()
+
+        async def work(emit: Emit) -> None:
+            await held.decode(strand.prompts, strand.samplings, emit, 0)
+
+        try:
+            yield from self.loop.stream(work)
+        finally:
+            held.settle(request.packing, request.mask, before)
+
+    async def _micro_batches(self, strand: Strand) -> int:
+        rows = len(strand.prompts)
+        if self.settings.micro_batches is not None:
+            return min(self.settings.micro_batches, rows)
+        if rows < 2 * LEAST_ROWS:
+            return 1
+        terms = self.session_terms(LEAST_ROWS, strand.terms.max_length)
+        return chosen_count(rows, await self.access.stages(terms))
