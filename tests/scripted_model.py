@@ -57,7 +57,7 @@ class ScriptedModel(ManyPromptsMixin):
     pause_s: float = 0.0
     patience: float = 0.0
     failures: dict[int, Exception] = field(default_factory=dict)
-    _loop: LoopThread = field(default_factory=LoopThread)
+    thread: LoopThread = field(default_factory=LoopThread)
 
     def __post_init__(self) -> None:
         self.open = 0
@@ -65,6 +65,10 @@ class ScriptedModel(ManyPromptsMixin):
         self.opened = 0
         self.source: Any = SimpleNamespace(name="scripted")
         self.asked: list[tuple[Sampling, ...]] = []
+
+    @property
+    def loop(self) -> LoopThread:
+        return self.thread
 
     @property
     def patience_s(self) -> float:
@@ -110,4 +114,4 @@ class ScriptedModel(ManyPromptsMixin):
             self.open -= len(prompts)
 
     def close(self) -> None:
-        self._loop.close()
+        self.thread.close()

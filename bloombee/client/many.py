@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig
 
     from bloombee.client.decoding import Token
-    from bloombee.client.swarm_access import SwarmAccess
+    from bloombee.config.client import ClientSettings
     from bloombee.models import ModelSource
     from bloombee.protocol.messages import Sampling
 
@@ -122,8 +122,16 @@ class ManyPromptsMixin:
     if TYPE_CHECKING:
         source: ModelSource
         generation_config: GenerationConfig
-        _loop: LoopThread
-        _access: SwarmAccess
+
+        @property
+        def loop(self) -> LoopThread:
+            """See `DistributedModelForCausalLM`."""
+            ...
+
+        @property
+        def settings(self) -> ClientSettings:
+            """See `DistributedModelForCausalLM`."""
+            ...
 
         def decode(
             self,
@@ -168,14 +176,14 @@ class ManyPromptsMixin:
         requests = (as_request(prompt, common) for prompt in prompts)
         ready = partial(prepare, words=self.words, limits=self.limits)
         terms = Terms(concurrency or IN_FLIGHT, self.patience_s, deadline_s, on_token)
-        crew = Crew(self, self.words, terms, self._loop.tasks)
+        crew = Crew(self, self.words, terms, self.loop.tasks)
         source = _Source(enumerate(requests), ready, _AHEAD * terms.concurrency)
-        return Answers(source, crew, self._loop, ordered=ordered)
+        return Answers(source, crew, self.loop, ordered=ordered)
 
     @property
     def patience_s(self) -> float:
         """How long a prompt waits for a swarm that can't answer it, by the settings."""
-        return self._access.settings.recovery_s
+        return self.settings.recovery_s
 
     @property
     def words(self) -> Words:
