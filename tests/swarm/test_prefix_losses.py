@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -10,8 +11,9 @@ import pytest
 import torch
 
 from bloombee.client.session import RemoteSession
+from bloombee.client.work import Work
 from bloombee.core import PackedTable
-from bloombee.errors import RequestError
+from bloombee.errors import DeadlineExceeded, RequestError
 from tests.client_swarm import ClientSwarm, Size
 from tests.generation import prompt
 from tests.swarm.beginning import LONG, C, adopted, begins, forget, kept, longer
@@ -83,15 +85,15 @@ def test_a_stage_is_lost_before_the_first_step(
     doomed = three.stages[1]
     favour(three, doomed)
     three.add(THREE[1])
-    step = RemoteSession.step
+    decode = RemoteSession.decode
 
-    async def killing(self: RemoteSession, *arguments: Any, **named: Any) -> torch.Tensor:
+    async def killing(self: RemoteSession, *arguments: Any, **named: Any) -> None:
         if not self.entered:
             three.kill(doomed)
             await self._circuit.alarm.wait()
-        return await step(self, *arguments, **named)
+        await decode(self, *arguments, **named)
 
-    monkeypatch.setattr(RemoteSession, "step", killing)
+    monkeypatch.setattr(RemoteSession, "decode", killing)
     same(local, warm, begins(LONG, seed=1))
     assert adopted(warm) == [0]
     assert recoveries(warm) == 1
@@ -172,15 +174,15 @@ def test_another_prompt_than_the_session_was_opened_for(
 ) -> None:
     """A first step that never was: the next one brings other tokens, and stages must know."""
     model = three.model()
-    step = RemoteSession.step
+    decode = RemoteSession.decode
     calls = itertools.count()
 
-    async def failing(self: RemoteSession, *arguments: Any, **named: Any) -> torch.Tensor:
+    async def failing(self: RemoteSession, *arguments: Any, **named: Any) -> None:
         if next(calls) == 0:
             raise RequestError("not this time")
-        return await step(self, *arguments, **named)
+        await decode(self, *arguments, **named)
 
-    monkeypatch.setattr(RemoteSession, "step", failing)
+    monkeypatch.setattr(RemoteSession, "decode", failing)
     with model.inference_session(max_length=400):
         with pytest.raises(RequestError, match="not this time"):
             model.generate(begins(LONG), max_new_tokens=1, **GREEDY)
@@ -192,14 +194,40 @@ def test_another_prompt_than_the_session_was_opened_for(
     all_free(three)
 
 
+@pytest.mark.parametrize("number", [0, 2], ids=["prompt", "later"])
+@pytest.mark.parametrize("count", [C, LONG])
+def test_a_prompt_that_is_given_up_and_another_after_it(
+    three: ClientSwarm, local: Any, warm: Any, count: int, number: int
+) -> None:
+    """Where it had come to on each stage doesn't matter: nothing of the other is taken for it."""
+    other = torch.cat((prompt(1, LONG + 7, 9), prompt(1, 200, 10)), 1)
+    with warm.inference_session(max_length=800) as session:
+        slow: Any = three.stages[1]._parts.model
+        forward, passes = slow.forward, itertools.count()
+
+        def late(*arguments: Any, **named: Any) -> torch.Tensor:
+            if next(passes) == number:
+                threading.Event().wait(0.7)
+            return forward(*arguments, **named)
+
+        slow.forward = late
+        with pytest.raises(DeadlineExceeded):
+            warm.generate(begins(count, more=300), max_new_tokens=4, deadline_s=0.5, **GREEDY)
+        slow.forward = forward
+        session.position = 0
+        same(local, warm, other)
+    for again in (begins(count, more=300), begins(LONG, seed=3), other):
+        same(local, warm, again, max_new_tokens=4)
+    all_free(three)
+
+
 def test_a_first_step_that_brings_another_prompt_is_refused(three: ClientSwarm) -> None:
     model = three.model()
     prompts = (tuple(begins(C)[0].tolist()),)
     session = three.loop.run(model._opening(1, 100, prompts))
-    rows = torch.zeros(C + 7, 48)
-    table = PackedTable((0,), (0,), (C + 7,))
+    work = Work(table=PackedTable((0,), (0,), (C + 7,)), entries=[5] * (C + 7), phase="prefill")
     with pytest.raises(RequestError, match="opened for another prompt"):
-        three.loop.run(session.step(rows, table, entries=[5] * (C + 7), phase="prefill"))
+        three.loop.run(session.step(work))
     assert session.entered == 0
     three.loop.run(session.close())
     all_free(three)
