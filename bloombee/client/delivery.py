@@ -98,7 +98,9 @@ class Delivery:
             oldest = ledger.oldest
             if oldest is not None:
                 await asyncio.shield(oldest.answer)
-                self._recoverer.progress()
+                # That a loop runs shows in what the servers sent round, not in our own step.
+                if not (oldest.is_ours and oldest.until and ledger):
+                    self._recoverer.progress()
             if self._moving.is_due:  # a loop may run for long: it is not to end first
                 await self._moving.request()
 
@@ -110,6 +112,7 @@ class Delivery:
         if step.trace and not step.is_traced:
             step.is_traced = True
             step.answer.add_done_callback(partial(self._trace, now_us()))
+        step.is_ours = True
         await send(self._circuit.seats[0].stream, message, step.content)
         step.sent = True  # not before: cut short, it may or may not be on its way
 

@@ -45,7 +45,8 @@ class PendingStep:
 
     With `choices` its answer is tokens. `then` takes the answer as it comes, and returns
     the step that the servers are about to begin themselves, which is pending in its
-    place. The last of such steps has at most the number `until`.
+    place. The last of such steps has at most the number `until`. Those that the client has
+    sent, at least once, are `is_ours`.
     """
 
     number: int
@@ -59,6 +60,7 @@ class PendingStep:
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
     sent: bool = False
+    is_ours: bool = False
     is_traced: bool = False
     choices: Choices | None = None
     then: Callable[[PendingStep, Output, memoryview], PendingStep | None] | None = None

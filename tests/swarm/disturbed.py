@@ -40,11 +40,15 @@ def all_free(swarm: ClientSwarm) -> None:
 
 
 def same(
-    local: Any, model: DistributedModelForCausalLM, ids: torch.Tensor = IDS, **more: Any
+    local: Any,
+    model: DistributedModelForCausalLM,
+    ids: torch.Tensor = IDS,
+    head: str = "auto",
+    **more: Any,
 ) -> None:
     arguments = {**GREEDY, "max_new_tokens": NEW, **more}
     expected = local.generate(ids, **arguments)
-    assert model.generate(ids, **arguments).tolist() == expected.tolist()
+    assert model.generate(ids, head=head, **arguments).tolist() == expected.tolist()
 
 
 def peer_of(stage: StageServer) -> PeerId:

@@ -36,11 +36,11 @@ if TYPE_CHECKING:
 # Every stage, at every time, in every way ----------------------------------------------------
 
 
-@pytest.mark.parametrize("how", ["kill", "freeze"])
+@pytest.mark.parametrize(("how", "head"), [("kill", "client"), ("kill", "server"), ("freeze", "")])
 @pytest.mark.parametrize("number", [0, 5], ids=["prefill", "decode"])
 @pytest.mark.parametrize("index", [0, 1, 2])
 def test_a_stage_that_is_lost(
-    three: ClientSwarm, local: Any, index: int, number: int, how: str
+    three: ClientSwarm, local: Any, index: int, number: int, how: str, head: str
 ) -> None:
     doomed = three.stages[index]
     strike = three.kill if how == "kill" else three.freeze
@@ -48,7 +48,7 @@ def test_a_stage_that_is_lost(
     model = three.model()
     spare = three.add(THREE[index])
     favour(three, doomed)
-    same(local, model)
+    same(local, model, head=head or "auto")
     assert recoveries(model) == 1
     assert three.serving(model, index) is spare
     assert model.traffic is not None
@@ -62,6 +62,7 @@ def test_a_stage_that_is_lost(
 MIXED_IDS, MIXED_MASK = mixed([3, 9, 6], "left")
 KINDS: dict[str, tuple[torch.Tensor, dict[str, Any]]] = {
     "greedy": (IDS, {}),
+    "client": (IDS, {"head": "client"}),
     "batch": (MIXED_IDS, {"attention_mask": MIXED_MASK}),
     "beams": (prompt(2, 7), {"num_beams": 3}),
     "several": (IDS, {"num_beams": 4, "num_return_sequences": 2}),

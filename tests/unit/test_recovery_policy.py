@@ -115,6 +115,13 @@ def test_trouble_that_comes_again_gets_a_stronger_care(trouble: Trouble, cares: 
     assert first(treat(casebook, (1, trouble))) == cares[0]
 
 
+def test_the_far_end_of_the_last_hop_is_the_first_stage() -> None:
+    casebook = book()
+    found = [first(treat(casebook, (3, Trouble.HOP))) for _ in range(4)]
+    assert found == ["kkkk", "rkkk", "kkkr", "rkkk"]
+    assert first(treat(book(), (3, Trouble.HOP), (0, Trouble.SILENT))) == "rkkk"
+
+
 def test_a_hop_is_not_to_blame_for_its_far_end() -> None:
     casebook = book()
     for _ in range(3):
