@@ -180,6 +180,32 @@ class Ledger:
         for step in self._pending.values():
             step.sent = False
 
+    def overtaken(self, newest_steps: Iterable[Sequence[int]]) -> list[PendingStep]:
+        """The loops of which some stage has computed steps beyond the pending one.
+
+        `newest_steps` are those of the stages.
+        """
+        known = [newest for newest in newest_steps if len(newest) == len(self.newest)]
+        return [
+            step
+            for step in self._pending.values()
+            if step.until
+            and any(n[s] > step.number for n in known for s in step.part.table.sequences)
+        ]
+
+    def renumber(self, step: PendingStep) -> None:
+        """Have a loop go on at `step` whatever stages have computed beyond it.
+
+        Under a number that none of them knows, it first cuts its sequences to where it starts.
+        """
+        table, beyond = step.part.table, step.until - step.number
+        del self._pending[step.number]
+        step.number = self.number()
+        step.until = self.reserve(beyond)
+        cuts = zip(table.sequences, table.first_positions, strict=True)
+        step.operations = Operations(truncates=tuple(cuts))
+        self.enter(step)
+
     def withdraw(self) -> list[PendingStep]:
         """Give up all pending steps; returns them."""
         given_up = list(self._pending.values())

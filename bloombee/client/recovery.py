@@ -14,6 +14,7 @@ import logging
 from dataclasses import dataclass, field
 
 from bloombee.client.circuit import Circuit, Interrupted, Report
+from bloombee.client.ledger import NO_OPERATIONS
 from bloombee.client.opening import Opening, Refusal, open_seats
 from bloombee.client.rebuild import gaps
 from bloombee.client.replay import Effort, Past, Rebuilder
@@ -158,11 +159,29 @@ class Recoverer:
             self._refused(refusal, case)
         if refusals or circuit.reports:
             raise Interrupted
-        holes = gaps(self._empty())
+        empty = self._empty()
         async with circuit.waiting(until_s, "rebuilding lost stages"):
+            holes = gaps(empty)
             await self._rebuilder.fill(holes, case.effort, lambda: self._went_on(case, until_s))
         circuit.ledger.unsent()
         self.is_due = False
+        if empty[-1]:
+            self._part_from_overtaken()
+
+    def _part_from_overtaken(self) -> None:
+        """The last stage chooses anew: no stage may go on with what the lost one chose.
+
+        Rounding may differ where rows are computed in other pieces, and a near tie be
+        decided otherwise; the caller has not seen what stages have computed since.
+        """
+        ledger = self._circuit.ledger
+        for step in ledger.overtaken(s.standing.newest_steps for s in self._circuit.seats):
+            if step.operations == NO_OPERATIONS:
+                ledger.renumber(step)
+            else:  # done by some stages, and not by others
+                ledger.rebase(range(self._past.terms.sequences))
+                self.start_over()
+                return
 
     def _too_narrow(self) -> list[Refusal]:
         """Stages that don't take as many tokens a step as are under way already."""

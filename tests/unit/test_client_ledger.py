@@ -196,3 +196,30 @@ def test_what_a_stage_has_not_applied_frees_nothing_yet() -> None:
     assert rows_of_stage((6, 0, 4), (0, 0, 0), ledger, {1, 2}).released == (1,)
     assert rows_of_stage((7, 0, 0), (1, 0, 1), ledger, {1, 2}).released == (1, 2)
     assert rows_of_client([7, 0, 0], ledger, {1, 2}).released == (1, 2)
+
+
+def test_a_loop_that_stages_have_overtaken_goes_on_under_a_new_number() -> None:
+    ledger = Ledger(3)
+    enter(ledger, {0: (0, 4), 2: (0, 2)})
+    answer(ledger, 1)
+    step = enter(ledger, {0: (4, 1), 2: (2, 1)})
+    step.until = ledger.reserve(5)
+    assert (step.number, step.until) == (2, 7)
+    assert ledger.overtaken([(2, 9, 1), (1, 0, 2)]) == []  # the pending step itself; another row
+    assert ledger.overtaken([(), (1, 0, 3)]) == [step]
+    ledger.renumber(step)
+    assert (step.number, step.until) == (8, 13)
+    assert step.operations == Operations(truncates=((0, 4), (2, 2)))
+    assert list(ledger) == [step]
+    assert ledger.expects(13)
+    assert not ledger.expects(2)
+    assert ledger.overtaken([(7, 0, 7)]) == []
+    answer(ledger, 8)
+    assert ledger.newest == [8, 0, 8]
+
+
+def test_only_loops_are_overtaken() -> None:
+    ledger = Ledger(1)
+    enter(ledger, {0: (0, 4)})
+    enter(ledger, {0: (4, 4)})
+    assert ledger.overtaken([(2,)]) == []
