@@ -18,7 +18,8 @@ class Prompt:
     """One sequence's chunks by `keys`.
 
     Up to `computed` tokens of it are there, up to `sure` they are what the chain says.
-    The first `looked` chunks were kept, or not, for good. `begun`: its first step came.
+    The first `looked` chunks are kept, or about to be, or not, for good. `begun`: its first
+    step came.
     """
 
     keys: tuple[bytes, ...]
@@ -46,8 +47,6 @@ class Prompts:
 
     def __init__(self, keys: Sequence[Sequence[bytes]]) -> None:
         self.each = [Prompt(tuple(own)) for own in keys]
-        self.busy = False
-        """Whether someone keeps what is ready."""
 
     @property
     def is_over(self) -> bool:

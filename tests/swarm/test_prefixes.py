@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from bloombee.core import PackedTable
-from bloombee.server.prefixes import Copy
+from bloombee.server.keeping import Copy
 from tests.client_swarm import QUICK, ClientSwarm, Size
 from tests.generation import mixed, prompt
 from tests.swarm.beginning import LONG, SHARED, C, adopted, begins, forget, kept, longer, saved
