@@ -8,11 +8,15 @@ import subprocess
 import sys
 import threading
 import time
+from typing import TYPE_CHECKING
 
 import pytest
 
 from bloombee.client.loop import LoopThread, shared_loop
 from bloombee.errors import RequestError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 @pytest.fixture
@@ -175,6 +179,58 @@ def test_a_forked_child_is_refused_instead_of_waiting_for_ever() -> None:
     assert refused.startswith("RequestError ")
     assert "forked" in refused
     assert (ended, done.stderr) == ("0 ok", "")
+
+
+def test_items_of_a_coroutine_come_one_by_one(loop: LoopThread) -> None:
+    async def count(put: Callable[[int], None]) -> None:
+        for number in range(5):
+            put(number)
+            await asyncio.sleep(0)
+
+    async def fail(put: Callable[[int], None]) -> None:
+        put(1)
+        raise ValueError("no")
+
+    assert list(loop.stream(count)) == [0, 1, 2, 3, 4]
+    told: list[int] = []
+    with pytest.raises(ValueError, match="no"):
+        told.extend(each for each in loop.stream(fail))
+    assert told == [1]
+
+
+def test_who_leaves_a_stream_ends_its_coroutine_first(loop: LoopThread) -> None:
+    ended: list[str] = []
+
+    async def endless(put: Callable[[int], None]) -> None:
+        try:
+            while True:
+                put(0)
+                await asyncio.sleep(0.001)
+        finally:
+            await asyncio.sleep(0.01)
+            ended.append("cleaned up")
+
+    items = loop.stream(endless)
+    assert next(items) == 0
+    items.close()
+    assert ended == ["cleaned up"]
+
+
+def test_what_is_begun_tells_when_it_has_ended(loop: LoopThread) -> None:
+    async def wait() -> None:
+        await asyncio.sleep(0 if quick else 100)
+
+    for quick in (True, False):
+        ended = threading.Event()
+        begun = loop.begin(wait(), ended.set)
+        if not quick:
+            begun.cancel()
+        assert ended.wait(5)
+        if quick:
+            begun.check()
+        else:
+            with pytest.raises(RequestError):
+                begun.check()
 
 
 def test_a_handoff_costs_little(loop: LoopThread) -> None:
