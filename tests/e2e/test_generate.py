@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from bloombee import AutoDistributedModelForCausalLM
 from bloombee.cli.local_swarm import LocalSwarm
+from bloombee.client.seeded_draws import SeededDraws
 from bloombee.errors import SwarmError
 
 if TYPE_CHECKING:
@@ -98,8 +99,8 @@ def test_beams_and_sampling(local: Any, remote: Any) -> None:
     assert remote.generate(ids, max_new_tokens=10, num_beams=3, **GREEDY).tolist() == (
         expected.tolist()
     )
-    torch.manual_seed(4)
-    expected = local.generate(ids, max_new_tokens=10, do_sample=True)
+    with SeededDraws(4):
+        expected = local.generate(ids, max_new_tokens=10, do_sample=True)
     found = remote.generate(ids, max_new_tokens=10, do_sample=True, seed=4)
     assert found.tolist() == expected.tolist()
 

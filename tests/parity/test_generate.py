@@ -287,7 +287,8 @@ def test_compressed_on_every_hop(tmp_path: Path) -> None:
     for codec in ("raw", "split"):
         with ClientSwarm(source, spans, Size(codec=codec), dtype=torch.bfloat16) as swarm:
             remote = swarm.model(QUICK.model_copy(update={"codec": codec}))
-            found = remote.generate(prompt(4, 100), max_new_tokens=10, do_sample=False)
+            rows = remote.get_input_embeddings()(prompt(4, 100)).detach()  # not ids
+            found: Any = remote.generate(inputs_embeds=rows, max_new_tokens=10, do_sample=False)
             assert remote.traffic is not None
             sent[codec] = remote.traffic.bytes_sent
             sent[f"{codec} tokens"] = found.tolist()
