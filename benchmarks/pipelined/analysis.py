@@ -82,11 +82,18 @@ def busy_s(passes: Iterable[Pass], window: Window) -> float:
     return sum(window.overlap_s(p.started_us / 1e6, p.ended_us / 1e6) for p in passes)
 
 
-def transfers(passes: Sequence[Pass], link: Link) -> list[tuple[float, float]]:
-    """When each pass's rows occupied the link behind the stage: first come, first served."""
+def transfers(
+    passes: Sequence[Pass], link: Link, since_s: float = 0.0
+) -> list[tuple[float, float]]:
+    """When each pass's rows occupied the link behind the stage: first come, first served.
+
+    Passes before `since_s` met a link of full speed.
+    """
     intervals: list[tuple[float, float]] = []
     free_s = 0.0
     for each in passes:
+        if each.ended_us / 1e6 < since_s:
+            continue
         start_s = max(free_s, each.ended_us / 1e6)
         free_s = start_s + link.wire_s(each.decode_tokens)
         intervals.append((start_s, free_s))
@@ -103,7 +110,7 @@ def shown(
         for index, passes in enumerate(stages)
     }
     for link, passes in zip(links, stages, strict=False):
-        wire_s = sum(window.overlap_s(*interval) for interval in transfers(passes, link))
+        wire_s = sum(window.overlap_s(*interval) for interval in transfers(passes, link, after_s))
         busy[link.name] = wire_s / window.length_s
     inside = [p for p in stages[-1] if window.overlap_s(p.started_us / 1e6, p.ended_us / 1e6)]
     rows = [p.decode_tokens for p in inside if p.decode_tokens]
