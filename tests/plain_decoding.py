@@ -38,6 +38,7 @@ class PlainDecoding:
         sampling: Sequence[Sampling],
         *,
         deadline_s: float | None = None,
+        background: bool = False,
     ) -> AsyncGenerator[Token, None]:
         """See `Decodes`; raises the same."""
         model = self._model

@@ -65,6 +65,7 @@ class ScriptedModel(ManyPromptsMixin):
         self.opened = 0
         self.source: Any = SimpleNamespace(name="scripted")
         self.asked: list[tuple[Sampling, ...]] = []
+        self.in_background: list[bool] = []
 
     @property
     def loop(self) -> LoopThread:
@@ -89,6 +90,7 @@ class ScriptedModel(ManyPromptsMixin):
         sampling: Sequence[Sampling],
         *,
         deadline_s: float | None = None,
+        background: bool = False,
     ) -> AsyncGenerator[Token, None]:
         if self.open + len(prompts) > self.room:
             await asyncio.sleep(0)
@@ -97,6 +99,7 @@ class ScriptedModel(ManyPromptsMixin):
         self.open += len(prompts)
         self.most_open = max(self.most_open, self.open)
         self.asked.append(tuple(sampling))
+        self.in_background.append(background)
         try:
             replies = [self.reply(p, s) for p, s in zip(prompts, sampling, strict=True)]
             for number in range(max(map(len, replies))):

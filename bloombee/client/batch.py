@@ -41,12 +41,14 @@ class BatchTerms:
     A `growable` batch may exceed that: it moves to a larger session, whose servers
     compute its past again. Of each `repeats` neighbouring rows the prompt is the
     same (beams, several answers to one prompt): it is computed once and forked.
+    A `background` one gives way to others at the servers.
     """
 
     rows: int
     max_length: int
     growable: bool = True
     repeats: int = 1
+    background: bool = False
 
 
 @dataclass(frozen=True, slots=True)

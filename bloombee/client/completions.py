@@ -125,7 +125,12 @@ class _Answer:
 
 
 async def answer(
-    source: Decodes, job: Job, words: Words, deadline_s: float | None
+    source: Decodes,
+    job: Job,
+    words: Words,
+    deadline_s: float | None,
+    *,
+    background: bool = False,
 ) -> AsyncGenerator[Delta, None]:
     """All answers to a prompt, token by token; servers hold nothing of it afterwards.
 
@@ -134,7 +139,8 @@ async def answer(
     answers = [_Answer(job.request.params, words) for _ in job.sampling]
     unfinished, count = len(answers), 0
     prompts = [job.ids] * len(answers)
-    async with aclosing(source.decode(prompts, job.sampling, deadline_s=deadline_s)) as tokens:
+    decoding = source.decode(prompts, job.sampling, deadline_s=deadline_s, background=background)
+    async with aclosing(decoding) as tokens:
         async for token in tokens:
             mine = answers[token.row]
             if mine.finish_reason:
@@ -155,13 +161,16 @@ async def complete(
     words: Words,
     deadline_s: float | None,
     on_token: Callable[[], None] = lambda: None,
+    *,
+    background: bool = False,
 ) -> Completion:
     """All answers to a prompt, whole. Raises what `answer` raises."""
     texts: list[list[str]] = [[] for _ in job.sampling]
     tokens: list[list[ScoredToken]] = [[] for _ in job.sampling]
     reasons: list[FinishReason] = ["" for _ in job.sampling]
     usage = Usage(len(job.ids), 0)
-    async with aclosing(answer(source, job, words, deadline_s)) as deltas:
+    coming = answer(source, job, words, deadline_s, background=background)
+    async with aclosing(coming) as deltas:
         async for delta in deltas:
             texts[delta.choice].append(delta.text)
             tokens[delta.choice].append(delta.token)

@@ -75,7 +75,8 @@ class Terms:
 class Crew:
     """Answers jobs, each by itself. Everything here runs in one event loop.
 
-    A job ends with its answer or with its own error, and touches no other.
+    A job ends with its answer or with its own error, and touches no other. Servers let others
+    go first: nobody waits for the tokens of one job.
     """
 
     def __init__(
@@ -163,7 +164,12 @@ class Crew:
         while True:
             try:
                 return await complete(
-                    self._source, job, self._words, terms.deadline_s, terms.on_token
+                    self._source,
+                    job,
+                    self._words,
+                    terms.deadline_s,
+                    terms.on_token,
+                    background=True,
                 )
             except (KVFull, DeadlineExceeded):
                 raise

@@ -30,6 +30,7 @@ class Decodes(Protocol):
         sampling: Sequence[Sampling],
         *,
         deadline_s: float | None = None,
+        background: bool = False,
     ) -> AsyncGenerator[Token, None]:
         """See `DistributedModelForCausalLM`."""
         ...

@@ -139,6 +139,7 @@ class ManyPromptsMixin:
             sampling: Sequence[Sampling],
             *,
             deadline_s: float | None = None,
+            background: bool = False,
         ) -> AsyncGenerator[Token, None]:
             """See `Decodes`."""
             ...
@@ -163,7 +164,8 @@ class ManyPromptsMixin:
         prompts are in flight, fewer where servers have no room; a finished one is replaced
         at once. `prompts` may be a generator and is read only as far ahead as needed.
         `deadline_s` is for each prompt. `on_token` is called, in another thread, for every
-        token that comes. What an answer is does not depend on order or concurrency.
+        token that comes. What an answer is does not depend on order or concurrency. Servers let
+        other clients' `generate` and `stream` go first, without stopping this.
 
         Leaving the loop over the results, an exception, or Ctrl-C frees the servers. Raises
         RequestError for arguments that can't be.

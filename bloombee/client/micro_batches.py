@@ -22,19 +22,29 @@ LEAST_ROWS = 4
 
 @dataclass(frozen=True, slots=True)
 class Strand:
-    """One micro-batch: the rows from `first_row` on; each `repeats` neighbours have one prompt."""
+    """One micro-batch: the rows from `first_row` on; each `repeats` neighbours have one prompt.
+
+    In the `background` it gives way to others at the servers.
+    """
 
     first_row: int
     prompts: tuple[Sequence[int], ...]
     samplings: tuple[Sampling, ...]
     repeats: int = 1
+    background: bool = False
 
     @property
     def terms(self) -> BatchTerms:
         """The session that it needs."""
         rows = zip(self.prompts, self.samplings, strict=True)
         longest = max(len(ids) + sampling.budget - 1 for ids, sampling in rows)
-        return BatchTerms(len(self.prompts), longest, growable=False, repeats=self.repeats)
+        return BatchTerms(
+            len(self.prompts),
+            longest,
+            growable=False,
+            repeats=self.repeats,
+            background=self.background,
+        )
 
     def split(self, count: int) -> list[Strand]:
         """About `count` strands of its rows; those of one prompt are parted only if need be."""
@@ -54,6 +64,7 @@ class Strand:
                 self.prompts[start:stop],
                 self.samplings[start:stop],
                 min(self.repeats, stop - start),
+                self.background,
             )
             for start, stop in zip(cuts, cuts[1:], strict=False)
         ]

@@ -268,7 +268,8 @@ class DistributedModelForCausalLM(ManyPromptsMixin, RemoteGenerationMixin, PreTr
         self.check_length(terms.max_length)
         limit = self.source.max_length
         embed = partial(_embed, self._ends)
-        backend = Backend(self._opening, embed, self._loop, limit, self.left_s)
+        opening = partial(self._opening, background=terms.background)
+        backend = Backend(opening, embed, self._loop, limit, self.left_s)
         return RemoteBatch(terms, backend)
 
     def check_length(self, tokens: int) -> None:
@@ -280,14 +281,24 @@ class DistributedModelForCausalLM(ManyPromptsMixin, RemoteGenerationMixin, PreTr
             )
 
     def _opening(
-        self, sequences: int, max_length: int, prompts: tuple[tuple[int, ...], ...] = ()
+        self,
+        sequences: int,
+        max_length: int,
+        prompts: tuple[tuple[int, ...], ...] = (),
+        *,
+        background: bool,
     ) -> Coroutine[Any, Any, RemoteSession]:
         self.check_length(max_length)
-        terms = self.session_terms(sequences, max_length, prompts)
+        terms = self.session_terms(sequences, max_length, prompts, background=background)
         return self._open(terms, self.left_s() or self.settings.request_s)
 
     def session_terms(
-        self, sequences: int, max_length: int, prompts: tuple[tuple[int, ...], ...] = ()
+        self,
+        sequences: int,
+        max_length: int,
+        prompts: tuple[tuple[int, ...], ...] = (),
+        *,
+        background: bool = False,
     ) -> SessionTerms:
         """What a session of the model reserves."""
         return SessionTerms(
@@ -298,6 +309,7 @@ class DistributedModelForCausalLM(ManyPromptsMixin, RemoteGenerationMixin, PreTr
             WIRE_DTYPES[self.dtype],
             self.source.whole_prompts,
             prompts,
+            background,
         )
 
     async def _open(self, terms: SessionTerms, within_s: float) -> RemoteSession:

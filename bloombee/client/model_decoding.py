@@ -79,6 +79,7 @@ class RemoteDecodingMixin:
         sampling: Sequence[Sampling],
         *,
         deadline_s: float | None = None,
+        background: bool = False,
     ) -> AsyncGenerator[Token, None]:
         """Tokens of all `prompts` (one `sampling` each), as the servers choose them.
 
@@ -86,14 +87,15 @@ class RemoteDecodingMixin:
         or the generator is (`aclose`, cancellation). For any event loop, the client's own
         too. Of one row tokens come in order; rows don't wait for the caller. `context` of a
         sampling with penalties may be left empty: it is the prompt then. It takes at most
-        `deadline_s` and the settings' `request_s`.
+        `deadline_s` and the settings' `request_s`. In the `background` it gives way to others at
+        the servers.
 
         Raises RequestError before anything is sent, and later what `RemoteSession.decode`
         does.
         """
         check_prompts(prompts, sampling, self.vocabulary)
         chosen = [with_context(each, ids) for each, ids in zip(sampling, prompts, strict=True)]
-        strand = Strand(0, tuple(prompts), tuple(chosen))
+        strand = Strand(0, tuple(prompts), tuple(chosen), background=background)
         self.check_length(strand.terms.max_length)
         mailbox = Mailbox()
 

@@ -129,4 +129,5 @@ def _message(circuit: Circuit, index: int, opening: Opening, secret: bytes) -> O
         wait_s=opening.wait_s if queues else 0.0,
         source=seat.source,
         prefixes=opening.prefixes,
+        background=terms.background,
     )

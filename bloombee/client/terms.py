@@ -14,6 +14,7 @@ class SessionTerms:
 
     With `whole_prompts` no step is split: the model rotates by the length of the call.
     `prompts`, if given, are those that the first step is going to bring, of each sequence.
+    What it does in the `background` gives way to others at the servers.
     """
 
     fingerprint: str
@@ -23,6 +24,7 @@ class SessionTerms:
     dtype: WireDtype
     whole_prompts: bool = False
     prompts: tuple[tuple[int, ...], ...] = ()
+    background: bool = False
 
     @property
     def row_bytes(self) -> int:

@@ -88,6 +88,9 @@ class Open(Message, frozen=True, array_like=True, tag=True):
     its first step is going to bring. A stage may begin with the chunks of it that it kept of
     earlier sessions, and may keep those that this one computes. The first step then
     truncates each sequence to what all stages hold, and brings the rest.
+
+    `background`: nobody waits for single tokens of this session (a batch job), its steps may
+    give way to those of sessions where somebody does.
     """
 
     session: Id16
@@ -106,6 +109,7 @@ class Open(Message, frozen=True, array_like=True, tag=True):
     wait_s: float = 0.0
     source: Source | None = None
     prefixes: tuple[Chain, ...] = ()
+    background: bool = False
 
 
 class Opened(Message, frozen=True, array_like=True, tag=True):

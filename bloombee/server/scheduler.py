@@ -19,10 +19,17 @@ arithmetic, so a token that shared a pass with one would only wait for it. They 
 passes of their own between the others', and while others decode, in chunks: no token
 waits for more than one chunk.
 
-Nobody starves. Spans take turns; on a span prompts and the rest take turns; decode
-steps run in order of arrival, as many as fit, the first in any case; the prompt of the
-client that had the fewest prompt tokens computed comes first (a client that comes back
-after a pause does not catch up).
+Interactive work comes before background work (batch jobs): among prompts, and among the
+rest where not all of it fits. Prompts and the rest take turns whichever they are, and
+what runs is never stopped but at the end of a chunk. So interactive work runs as it would
+without background work of its kind and span, but for a reserve: of `RESERVE_EVERY` passes
+after which the background item that waits longest would still wait, one begins with it.
+
+Nobody starves. Spans take turns; on a span prompts and the rest take turns; among equals
+decode steps run in order of arrival, as many as fit, the first in any case, and the
+prompt of the client that had the fewest such prompt tokens computed comes first (a client
+that comes back after a pause does not catch up). The reserve is against interactive work
+only: where none waits, it is no way round the fairness between clients.
 """
 
 from __future__ import annotations
@@ -36,6 +43,8 @@ NOBODY = PeerId("")
 
 DECODING_PASSES = 8
 """So many passes after the last that was not of prompts, a token may be on its way back."""
+RESERVE_EVERY = 4
+"""Of so many passes of a kind that interactive work could fill, background work gets one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +52,8 @@ class WorkItem:
     """One step that waits, `tokens` of it not computed yet.
 
     `touches` are the sequences that it reads or writes, those of its operations
-    included. `arrival` orders items; an item that ran in part keeps its place.
+    included. `arrival` orders items; an item that ran in part keeps its place. In the
+    `background` it gives way to others.
     """
 
     arrival: int
@@ -55,6 +65,7 @@ class WorkItem:
     touches: frozenset[int]
     divisible: bool = True
     client: PeerId = NOBODY
+    background: bool = False
 
     @property
     def is_prompt(self) -> bool:
@@ -98,16 +109,45 @@ class Share:
 
 
 @dataclass(slots=True)
+class _Reserve:
+    """How often background work has given way, on one span to work of its own kind."""
+
+    missed: int = 0
+
+    def shares(self, items: Sequence[WorkItem], limit: int, rows: int | None = None) -> list[Share]:
+        """Those of one pass, of `items` in their order unless it is the reserve's turn."""
+        shares = _fill(_few(items, rows), limit)
+        background = [item for item in items if item.background]
+        if not background or items[0].background:
+            return shares
+        oldest = min(background, key=lambda item: item.arrival)
+        if Share(oldest, oldest.tokens) in shares:
+            self.missed = 0
+        elif self.missed + 1 < RESERVE_EVERY:
+            self.missed += 1
+        else:
+            self.missed = 0
+            others = [item for item in items if item is not oldest]
+            shares = _fill(_few([oldest, *others], rows), limit)
+        return shares
+
+
+@dataclass(slots=True)
 class _Turn:
     """When a span ran last (0: never), and what."""
 
     at: int = 0
     ran_prompts: bool = True
+    prompts: _Reserve = field(default_factory=_Reserve)
+    rest: _Reserve = field(default_factory=_Reserve)
 
 
 @dataclass(slots=True)
 class _Service:
-    """Prompt tokens computed for each client that has any waiting; newcomers start level."""
+    """Prompt tokens computed for each client that has any waiting; newcomers start level.
+
+    Of one urgency: what a client's batch job got is not held against its questions.
+    """
 
     tokens: dict[PeerId, int] = field(default_factory=dict[PeerId, int])
 
@@ -132,7 +172,8 @@ class Scheduler:
         self._turns: dict[Span, _Turn] = {}
         self._passes = 0
         self._rest_ran = -DECODING_PASSES
-        self._service = _Service()
+        self._interactive = _Service()
+        self._background = _Service()
 
     def set_decode_rows(self, rows: int | None) -> None:
         """Change `Budget.decode_rows` from the next pass on. Any thread may call it."""
@@ -151,19 +192,34 @@ class Scheduler:
         here = [item for item in ready if item.span == span]
         prompts = [item for item in here if item.is_prompt]
         rest = [item for item in here if not item.is_prompt]
-        self._service.update(item.client for item in queue if item.is_prompt)
+        self._update_services(queue)
         if prompts and (not rest or not turn.ran_prompts):
             decoding = self._passes - self._rest_ran < DECODING_PASSES
             limit = self._budget.chunk_tokens if rest or decoding else self._budget.tokens
-            shares = _fill(self._service.order(prompts), limit)
+            shares = turn.prompts.shares(self._ordered(prompts), limit)
             for share in shares:
-                self._service.tokens[share.item.client] += share.tokens
+                self._service(share.item).tokens[share.item.client] += share.tokens
         else:
-            shares = _fill(_few(rest, self._decode_rows), self._budget.tokens)
+            urgent_first = sorted(rest, key=lambda item: item.background)
+            shares = turn.rest.shares(urgent_first, self._budget.tokens, self._decode_rows)
             self._rest_ran = self._passes
         self._passes += 1
         turn.at, turn.ran_prompts = self._passes, shares[0].item.is_prompt
         return tuple(shares)
+
+    def _service(self, item: WorkItem) -> _Service:
+        return self._background if item.background else self._interactive
+
+    def _update_services(self, queue: Sequence[WorkItem]) -> None:
+        prompts = [item for item in queue if item.is_prompt]
+        for service in (self._interactive, self._background):
+            service.update(item.client for item in prompts if self._service(item) is service)
+
+    def _ordered(self, prompts: Sequence[WorkItem]) -> list[WorkItem]:
+        """Interactive ones first; of each urgency as clients' service has it."""
+        urgent = [item for item in prompts if not item.background]
+        others = [item for item in prompts if item.background]
+        return self._interactive.order(urgent) + self._background.order(others)
 
     def _span_of_turn(self, ready: Sequence[WorkItem]) -> Span:
         """Of the spans that have work, the one that ran longest ago."""

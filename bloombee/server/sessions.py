@@ -125,6 +125,7 @@ class Session:
         self.tasks: dict[asyncio.Task[None], None] = {}
         self.mail = Mail()
         self.stages = opening.stages
+        self.background = opening.background
         self.onward = None if opening.next is None else Onward(opening.next)
         self.ring = None if opening.ring is None else Onward(opening.ring, ring=True)
 

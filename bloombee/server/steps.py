@@ -285,6 +285,7 @@ class Steps:
                 wire_dtype=torch_dtype(session.wire_dtype),
                 done=self._parts.admission.begin_step(session.id, span, operations.releases, kept),
                 client=session.owner,
+                background=session.background,
             )
         )
         self._taken.add()

@@ -71,7 +71,8 @@ class Outcome:
 class StepWork:
     """A checked step for the compute thread.
 
-    `client` asked for it. `rows` lie on the host: rows, or the ids of tokens to embed.
+    `client` asked for it, in the `background` if others go first. `rows` lie on the host: rows,
+    or the ids of tokens to embed.
     `wanted` says which rows come back, in `wire_dtype`; with `choosers` (one for each row of
     the table, or None) none do, but the tokens chosen after the last of those rows.
     `done` is called once, on the event loop.
@@ -89,6 +90,7 @@ class StepWork:
     wire_dtype: torch.dtype
     done: Callable[[Outcome], None]
     client: PeerId = NOBODY
+    background: bool = False
     choosers: tuple[Chooser | None, ...] = ()
 
     @property
@@ -126,6 +128,7 @@ class Waiting:
             touches=work.touches,
             divisible=divisible and work.table.parents is None,
             client=work.client,
+            background=work.background,
         )
         return cls(work, item, arrived_us)
 

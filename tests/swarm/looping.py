@@ -28,7 +28,7 @@ from bloombee.protocol.messages import (
 )
 from tests.swarm.chaos.digests import VOCABULARY, logits
 from tests.swarm.harness import PATIENCE_S, RawClient, RawSession, RouteStage
-from tests.swarm.recovering import Talk, Undisturbed
+from tests.swarm.recovering import PROMPTS, Talk, Undisturbed, digest_stage
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -245,3 +245,17 @@ async def failed(link: Any) -> Failed:
         assert received is not None
         if isinstance(received[0], Failed):
             return received[0]
+
+
+ROUTES = {1: [(0, 6)], 2: [(0, 3), (3, 6)], 3: [(0, 2), (2, 4), (4, 6)]}
+GREEDY = {0: Sampling(12), 1: Sampling(5), 2: Sampling(9)}
+SAMPLED = {
+    0: Sampling(12, seed=7, temperature=0.8, top_p=0.9),
+    1: Sampling(7, seed=7, stream=1, temperature=1.3, top_k=40),
+    2: Sampling(9, seed=3, repetition_penalty=1.5, context=packed(PROMPTS[2]), temperature=2.0),
+}
+
+
+def stages(count: int) -> list[Any]:
+    """Those of the route of so many."""
+    return [digest_stage(*span) for span in ROUTES[count]]

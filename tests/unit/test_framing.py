@@ -28,7 +28,7 @@ SAMPLES: tuple[m.AnyMessage, ...] = (
     m.Hello(1, "peer", b"key", 1.5, b"signature", b"proof"),
     m.Open(
         SESSION, bytes(16), 3, "print", 0, 10, 8, 2048, "bfloat16", next=HOP, ring=HOP,
-        stages=3,
+        stages=3, background=True,
     ),
     m.Failed(SESSION, 0, 0, "kv-full", "3 tokens free, 8 asked for"),
     STEP,

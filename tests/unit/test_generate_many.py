@@ -299,6 +299,19 @@ def test_a_whole_answer_and_its_usage(model: ScriptedModel) -> None:
     assert (found.usage.prompt_tokens, found.usage.total_tokens) == (3, 9)
 
 
+def test_servers_hear_which_prompts_somebody_waits_for(model: ScriptedModel) -> None:
+    asynchronous = AsyncDistributedModelForCausalLM(model)  # pyright: ignore[reportArgumentType] - it offers the same
+
+    async def ask() -> None:
+        await asynchronous.generate("a")
+        async for _ in asynchronous.stream("a"):
+            continue
+
+    list(model.generate_many(["a", "b"]))
+    asyncio.run(ask())
+    assert model.in_background == [True, True, False, False]
+
+
 def test_messages_that_are_none_are_one_line(model: ScriptedModel) -> None:
     wrong: list[Any] = [[{"role": "user"}], [{"role": "nobody", "content": "a"}]]
     found = [str(each.error) for each in model.generate_many(wrong)]

@@ -2,78 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bloombee.core import PeerId, Phase, SessionId, Span
+from bloombee.core import Phase, SessionId
 from bloombee.server.scheduler import DECODING_PASSES, Budget, Scheduler, WorkItem
 from tests.fifo import Fifo
+from tests.scheduling import BUDGET, OTHER, SPAN, A, B, Bench, C, batch, prompt, tree, work
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
-A, B, C = (SessionId(bytes([letter]) * 16) for letter in b"ABC")
-SPAN, OTHER = Span(0, 4), Span(0, 2)
-BUDGET = Budget(64, 16)
-
-
-def work(
-    arrival: int,
-    session: SessionId = A,
-    phase: Phase = Phase.DECODE,
-    tokens: int = 1,
-    touches: Iterable[int] = (0,),
-) -> WorkItem:
-    return WorkItem(
-        arrival=arrival,
-        session=session,
-        step=arrival + 1,
-        phase=phase,
-        span=SPAN,
-        tokens=tokens,
-        touches=frozenset(touches),
-        client=PeerId(session.decode()[:1]),
-    )
-
-
-def prompt(arrival: int, session: SessionId, tokens: int) -> WorkItem:
-    return work(arrival, session, Phase.PREFILL, tokens)
-
-
-def tree(arrival: int, session: SessionId, tokens: int) -> WorkItem:
-    return replace(work(arrival, session, Phase.VERIFY, tokens), divisible=False)
-
-
-@dataclass
-class Bench:
-    """A scheduler with its queue; `run` carries out one pass, as the executor does."""
-
-    scheduler: Scheduler | Fifo = field(default_factory=lambda: Scheduler(BUDGET))
-    queue: list[WorkItem] = field(default_factory=list)
-    finished: list[WorkItem] = field(default_factory=list)
-
-    def run(self) -> list[tuple[int, int]]:
-        """One pass: (arrival, tokens) of its shares."""
-        shares = self.scheduler.next_batch(self.queue)
-        tokens = {share.item.arrival: share.tokens for share in shares}
-        assert len(tokens) == len(shares)
-        left = [replace(i, tokens=i.tokens - tokens.get(i.arrival, 0)) for i in self.queue]
-        assert all(item.tokens >= 0 for item in left)
-        self.finished += [share.item for share in shares if share.finishes]
-        self.queue = [item for item in left if item.tokens]
-        return list(tokens.items())
-
-    def drain(self) -> list[list[tuple[int, int]]]:
-        """All passes until nothing waits."""
-        passes: list[list[tuple[int, int]]] = []
-        while self.queue:
-            passes.append(self.run())
-        return passes
-
+    from collections.abc import Callable
 
 CASES = [
     ("one item", [work(0)], [[(0, 1)]]),
@@ -150,9 +92,10 @@ KINDS: dict[str, Callable[[int], WorkItem]] = {
 
 @pytest.mark.parametrize("flood", KINDS)
 @pytest.mark.parametrize("victim", [work(0), prompt(0, A, 64), tree(0, A, 64)])
-def test_nobody_starves_in_a_flood(flood: str, victim: WorkItem) -> None:
+@pytest.mark.parametrize("background", [False, True], ids=["interactive", "background"])
+def test_nobody_starves_in_a_flood(flood: str, victim: WorkItem, *, background: bool) -> None:
     """Two new items of a kind come before every pass, for as long as the victim waits."""
-    bench = Bench(queue=[victim])
+    bench = Bench(queue=[replace(victim, background=background)])
     arrival = 1
     for passes in range(60):
         bench.queue += [KINDS[flood](arrival), KINDS[flood](arrival + 1)]
@@ -162,10 +105,6 @@ def test_nobody_starves_in_a_flood(flood: str, victim: WorkItem) -> None:
             assert passes <= 12
             return
     raise AssertionError("it still waits")
-
-
-def batch(arrival: int, session: SessionId, rows: int) -> WorkItem:
-    return work(arrival, session, Phase.DECODE, rows, range(rows))
 
 
 FEW = [
@@ -231,8 +170,11 @@ def test_a_decode_row_waits_for_those_before_it_only(
 
 
 items = st.builds(
-    lambda session, phase, tokens, touches, span, cut: replace(
-        work(0, session, phase, tokens, touches), span=span, divisible=cut or phase is Phase.DECODE
+    lambda session, phase, tokens, touches, span, cut, background: replace(
+        work(0, session, phase, tokens, touches),
+        span=span,
+        divisible=cut or phase is Phase.DECODE,
+        background=background,
     ),
     session=st.sampled_from([A, B, C]),
     phase=st.sampled_from(list(Phase)),
@@ -240,6 +182,7 @@ items = st.builds(
     touches=st.frozensets(st.integers(0, 3), min_size=1),
     span=st.sampled_from([SPAN, OTHER]),
     cut=st.booleans(),
+    background=st.booleans(),
 )
 lives = st.lists(st.lists(items, max_size=4), max_size=8)
 
