@@ -72,7 +72,7 @@ class Strand:
 
 def chosen_count(rows: int, stages: int) -> int:
     """How many micro-batches keep `stages`, and the links between them, at work."""
-    return max(1, min(2 * stages - 1, rows // LEAST_ROWS)) if stages > 1 else 1
+    return max(1, min(stages + 1, rows // LEAST_ROWS)) if stages > 1 else 1
 
 
 class MicroBatches:
