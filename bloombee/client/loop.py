@@ -17,7 +17,7 @@ import logging
 import os
 import queue
 import threading
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Generator
 from typing import Any, Generic, TypeVar
 
 import uvloop
@@ -158,7 +158,7 @@ class LoopThread:
             raise
         return call.result()
 
-    def stream(self, work: Callable[[Callable[[Item], None]], Work]) -> Iterator[Item]:
+    def stream(self, work: Callable[[Callable[[Item], None]], Work]) -> Generator[Item]:
         """What a coroutine of the loop passes to its argument, in the calling thread.
 
         Ending the iteration, or interrupting it, cancels the coroutine first. Raises as `run`.

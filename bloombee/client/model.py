@@ -286,7 +286,7 @@ class DistributedModelForCausalLM(ManyPromptsMixin, RemoteGenerationMixin, PreTr
         max_length: int,
         prompts: tuple[tuple[int, ...], ...] = (),
         *,
-        background: bool,
+        background: bool = False,
     ) -> Coroutine[Any, Any, RemoteSession]:
         self.check_length(max_length)
         terms = self.session_terms(sequences, max_length, prompts, background=background)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
@@ -85,7 +85,7 @@ def digest_stage(start: int, end: int, **limits: Any) -> StageSetup:
         model=GatedModel(span),
         pool=DigestPool(span, KV_TOKENS),
         offer=offer,
-        limits=Limits(**({"max_step_tokens": 64} | limits)),
+        limits=replace(Limits(max_step_tokens=64), **limits),
     )
 
 

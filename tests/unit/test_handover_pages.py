@@ -14,7 +14,7 @@ from bloombee.errors import ProtocolError
 from bloombee.kv import BatchItem, KVPool, KVShape, make_pool
 from bloombee.kv.paged import make_paged
 from bloombee.planner.handover import Progress, worth_fetching
-from bloombee.protocol.messages import HandedOver
+from bloombee.protocol.messages import HandedOver, Pages
 from bloombee.server.carried import Carried, Terms
 from bloombee.server.handover import Handed, Pieces
 from bloombee.server.intake import Intake, load
@@ -106,11 +106,17 @@ def book_of(state: Carried) -> HandedOver:
     )
 
 
+def page_of(handed: Handed) -> Pages:
+    """The page; these sessions have no tokens that a stage chose."""
+    assert isinstance(handed.page, Pages)
+    return handed.page
+
+
 def taken(pool: KVPool, pages: Sequence[Handed], told: HandedOver) -> Carried:
     """What an intake makes of these pages; the pool holds the KV."""
     intake = Intake(TERMS, pool.shape)
     for handed in pages:
-        intake.take(handed.page, memoryview(bytes(handed.body)))
+        intake.take(page_of(handed), memoryview(bytes(handed.body)))
         loads, intake.loads = intake.loads, []
         load(pool, TERMS, loads)
         pool.check_integrity()
@@ -177,13 +183,13 @@ LIES: dict[str, Callable[[list[Handed]], list[Handed]]] = {
     "the first is missing": lambda pages: pages[1:],
     "the last is missing": lambda pages: pages[:-1],
     "a block is missing": lambda pages: [
-        p for p in pages if (p.page.sequence, p.page.block) != (2, 4)
+        p for p in pages if (page_of(p).sequence, page_of(p).block) != (2, 4)
     ],
-    "a sequence is missing": lambda pages: [p for p in pages if p.page.sequence != 3],
+    "a sequence is missing": lambda pages: [p for p in pages if page_of(p).sequence != 3],
     "two are swapped": lambda pages: [*pages[:2], pages[3], pages[2], *pages[4:]],
     "one comes twice": lambda pages: [*pages[:3], pages[2], *pages[3:]],
     "nothing but the book": lambda pages: [],
-    "journal before KV": lambda pages: sorted(pages, key=lambda p: p.page.kind == "kv"),
+    "journal before KV": lambda pages: sorted(pages, key=lambda p: page_of(p).kind == "kv"),
     "short bytes": cut(4, 10),
     "no bytes": cut(4, 0),
     "more bytes": cut(4, -2),
@@ -202,11 +208,11 @@ LIES: dict[str, Callable[[list[Handed]], list[Handed]]] = {
         Handed(msgspec.structs.replace(p.page, total_bytes=1 << 40), p.body) for p in pages
     ],
     "a smaller total": lambda pages: [
-        Handed(msgspec.structs.replace(p.page, total_bytes=p.page.total_bytes - 1), p.body)
+        Handed(msgspec.structs.replace(p.page, total_bytes=page_of(p).total_bytes - 1), p.body)
         for p in pages
     ],
     "a larger total": lambda pages: [
-        Handed(msgspec.structs.replace(p.page, total_bytes=p.page.total_bytes + 1), p.body)
+        Handed(msgspec.structs.replace(p.page, total_bytes=page_of(p).total_bytes + 1), p.body)
         for p in pages
     ],
     "an output nobody asked for": change(-1, sequence=9),
