@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 # Before torch is imported here or in a child: threads that spin starve each other on few cores.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -22,6 +24,9 @@ import tests.shapes
 jaxtyping.install_import_hook(tests.shapes.CHECKED_PACKAGES, "tests.shapes.check_shapes")
 torch.set_num_threads(1)
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
 TESTS = Path(__file__).parent
 FOLDERS = ("unit", "swarm", "parity", "e2e")
 
@@ -38,3 +43,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if folder not in FOLDERS:
             raise pytest.UsageError(f"{item.nodeid}: tests live in tests/{{{','.join(FOLDERS)}}}")
         item.add_marker(folder)
+
+
+@pytest.fixture(autouse=True)
+def logging_as_before() -> Iterator[None]:
+    """Commands that run in this process set up logging; the next test hears all of it again."""
+    root = logging.getLogger()
+    level, handlers = root.level, root.handlers[:]
+    yield
+    root.setLevel(level)
+    for handler in root.handlers[:]:
+        if handler not in handlers:
+            root.removeHandler(handler)

@@ -83,7 +83,7 @@ def test_a_stage_dies_and_nobody_notices(three: ClientSwarm, local: Any, head: s
     model = model_of(three, head)
     doomed = three.stages[1]
     spares(three, doomed.offer.span)
-    three.at_pass(doomed, 12, lambda: three.kill(doomed))
+    three.at_pass(doomed, 6, lambda: three.kill(doomed))
     found = list(model.generate_many(PROMPTS, max_new_tokens=NEW, concurrency=4))
     assert [each.ids for each in found] == [greedy(local, prompt) for prompt in PROMPTS]
     assert doomed not in three.alive()

@@ -200,7 +200,7 @@ def test_every_row_is_in_one_micro_batch(groups: int, repeats: int, count: int, 
 
 
 def test_how_many_micro_batches_are_chosen() -> None:
-    assert [chosen_count(rows, 3) for rows in (1, 7, 8, 19, 20, 64)] == [1, 1, 2, 4, 5, 5]
+    assert [chosen_count(rows, 3) for rows in (1, 7, 8, 15, 16, 64)] == [1, 1, 2, 3, 4, 4]
     assert chosen_count(64, 1) == 1
     assert chosen_count(64, 2) == 3
 
