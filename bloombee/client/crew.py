@@ -31,6 +31,8 @@ class Places:
         self.most = most
         self.limit = most
         self.taken = 0
+        self.given_back = 0
+        """How often a place was, ever."""
         self._ended = 0
 
     @property
@@ -41,18 +43,21 @@ class Places:
     def ended(self) -> None:
         """A prompt that took a place is answered, or failed by itself."""
         self.taken -= 1
+        self.given_back += 1
         self._ended += 1
         if self._ended >= self.limit < self.most:
             self._ended = 0
             self.limit += 1
 
-    def found_no_room(self) -> bool:
+    def found_no_room(self, given_back: int) -> bool:
         """A prompt that took a place got no KV; returns whether to try again later.
 
-        Not when it was alone: nothing of ours will make room for it.
+        Not when it was alone all the time, since when `given_back` was what it said:
+        nothing of ours will make room for it.
         """
-        alone = self.taken == 1
+        alone = self.taken == 1 and self.given_back == given_back
         self.taken -= 1
+        self.given_back += 1
         self._ended = 0
         self.limit = max(1, self.taken)
         return not alone
@@ -134,10 +139,11 @@ class Crew:
             task.add_done_callback(self._working.discard)
 
     async def _work(self, job: Job) -> None:
+        given_back = self._places.given_back
         try:
             ended = await self._complete(job)
         except KVFull as error:
-            if self._places.found_no_room():
+            if self._places.found_no_room(given_back):
                 _log.info("prompt %d waits for room: %s", job.index, error)
                 self._waiting.appendleft(job)
                 self._fill()

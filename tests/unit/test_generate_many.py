@@ -133,7 +133,7 @@ def test_places_never_run_out(most: int, rooms: list[bool]) -> None:
             places.ended()
             continue
         alone = places.taken == 1
-        assert places.found_no_room() is not alone
+        assert places.found_no_room(places.given_back) is not alone
 
 
 def test_leaving_the_loop_frees_all(model: ScriptedModel) -> None:
@@ -319,3 +319,13 @@ def test_messages_that_are_none_are_one_line(model: ScriptedModel) -> None:
         "messages[0]: a message has a role and a content",
         "the chat template refuses the messages: no such role",
     ]
+
+
+def test_who_was_not_alone_all_the_time_tries_again() -> None:
+    places = Places(2)
+    places.taken = 2
+    began = places.given_back
+    places.ended()
+    assert places.found_no_room(began)
+    places.taken = 1
+    assert not places.found_no_room(places.given_back)
