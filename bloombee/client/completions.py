@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
-from bloombee.client.decoding import Decodes, Token
+from bloombee.client.decoding import Decodes, Finished, Token
 from bloombee.client.parameters import SamplingParams
 from bloombee.client.prompts import Job, Request, Words
 from bloombee.client.text import Detokenizer, StopStrings
 from bloombee.errors import BloomBeeError, StepFailed
 
-FinishReason = Literal["", "stop", "length"]
+FinishReason = Finished
 
 
 @dataclass(frozen=True, slots=True)

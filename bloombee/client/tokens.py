@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 from msgspec.structs import replace
 
 from bloombee.client.payloads import ids_bytes
-from bloombee.models.scores import has_penalties
-from bloombee.protocol.messages import Sampling
+from bloombee.models.scores import has_penalties, later
+from bloombee.protocol.messages import End, Sampling
 
-Finished = Literal["", "stop", "length"]
+Finished = End
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +53,7 @@ class Line:
 
     def now(self) -> Sampling:
         """How the next token is chosen."""
-        given, chosen = self.sampling, self.chosen
-        context = given.context
-        if has_penalties(given):
-            context += ids_bytes(chosen)
-        return replace(given, budget=self.left, drawn=given.drawn + len(chosen), context=context)
+        return later(self.sampling, self.chosen)
 
     def take(self, token: Token) -> None:
         """Continue with `token`."""

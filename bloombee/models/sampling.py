@@ -12,7 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Self
+from typing import Self
 
 import numpy as np
 import torch
@@ -21,11 +21,9 @@ from jaxtyping import Float
 from bloombee.errors import RequestError, StepFailed
 from bloombee.models.drawing import draw, gumbel
 from bloombee.models.scores import has_penalties, needs_processing, processed
-from bloombee.protocol.messages import Sampling
+from bloombee.protocol.messages import End, Sampling
 
 __all__ = ["Chooser", "Chosen", "advance", "choose", "draw", "gumbel", "pick"]
-
-End = Literal["", "stop", "length"]
 
 
 @dataclass(frozen=True, slots=True)

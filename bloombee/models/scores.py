@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
+import msgspec
 import numpy as np
 import torch
 from jaxtyping import Float
@@ -38,6 +39,19 @@ def has_penalties(sampling: Sampling) -> bool:
         sampling.repetition_penalty != 1.0
         or sampling.presence_penalty != 0.0
         or sampling.frequency_penalty != 0.0
+    )
+
+
+def later(sampling: Sampling, chosen: Sequence[int]) -> Sampling:
+    """How the next token is chosen after these were, the first of them by `sampling`."""
+    context = sampling.context
+    if context or has_penalties(sampling):  # penalties may leave out all of the prompt
+        context += np.fromiter(chosen, "<i4").tobytes()
+    return msgspec.structs.replace(
+        sampling,
+        budget=sampling.budget - len(chosen),
+        drawn=sampling.drawn + len(chosen),
+        context=context,
     )
 
 

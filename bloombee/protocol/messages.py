@@ -43,6 +43,7 @@ from bloombee.protocol.fields import (
 )
 from bloombee.protocol.session_messages import (
     ADOPTED_STEP,
+    MOST_CHUNKS,
     PREFIX_TOKENS,
     Attach,
     Attached,
@@ -59,7 +60,10 @@ from bloombee.protocol.session_messages import (
     Source,
 )
 from bloombee.protocol.step_messages import (
+    MOST_BIASES,
+    MOST_STOP_IDS,
     Acknowledged,
+    End,
     Failed,
     Operations,
     Output,
@@ -72,6 +76,10 @@ from bloombee.protocol.step_messages import (
 
 __all__ = [
     "ADOPTED_STEP",
+    "End",
+    "MOST_BIASES",
+    "MOST_CHUNKS",
+    "MOST_STOP_IDS",
     "Acknowledged",
     "AnyMessage",
     "Attach",

@@ -22,7 +22,10 @@ PREFIX_TOKENS = 64
 ADOPTED_STEP = 1
 """What a stage adopts counts as brought by this step; the client's own come after it."""
 
-Chain = Annotated[tuple[Id16, ...], msgspec.Meta(max_length=1 << 12)]
+MOST_CHUNKS = 1 << 12
+"""Announced of one prompt."""
+
+Chain = Annotated[tuple[Id16, ...], msgspec.Meta(max_length=MOST_CHUNKS)]
 """One hash for each whole chunk of a prompt, of its tokens and all before them."""
 
 

@@ -18,6 +18,13 @@ from bloombee.protocol.fields import (
     WireDtype,
 )
 
+MOST_STOP_IDS = 64
+MOST_BIASES = 1024
+"""What one Sampling may hold."""
+
+End = Literal["", "stop", "length"]
+"""Whether and why a sequence ends with a token."""
+
 
 class Sampling(Message, frozen=True, array_like=True, tag=True):
     """How the last stage chooses the tokens of one sequence (server head).
@@ -41,8 +48,10 @@ class Sampling(Message, frozen=True, array_like=True, tag=True):
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    logit_bias: Annotated[tuple[tuple[Index, float], ...], msgspec.Meta(max_length=1024)] = ()
-    stop_ids: Annotated[tuple[Index, ...], msgspec.Meta(max_length=64)] = ()
+    logit_bias: Annotated[
+        tuple[tuple[Index, float], ...], msgspec.Meta(max_length=MOST_BIASES)
+    ] = ()
+    stop_ids: Annotated[tuple[Index, ...], msgspec.Meta(max_length=MOST_STOP_IDS)] = ()
     logprobs: U32 = 0
     context: Annotated[bytes, msgspec.Meta(max_length=1 << 22)] = b""
 
@@ -169,7 +178,7 @@ class Output(Message, frozen=True, array_like=True, tag=True):
     timings: tuple[Timing, ...] = ()
     sequences: tuple[Index, ...] = ()
     positions: tuple[Index, ...] = ()
-    finished: tuple[Literal["", "stop", "length"], ...] = ()
+    finished: tuple[End, ...] = ()
     logprobs: tuple[float, ...] = ()
     alternatives: tuple[tuple[tuple[Index, float], ...], ...] = ()
 

@@ -18,12 +18,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import msgspec
 import numpy as np
 
 from bloombee.core import PackedTable
 from bloombee.errors import ProtocolError, StepFailed
 from bloombee.models.sampling import Chooser, Chosen
+from bloombee.models.scores import later
 from bloombee.protocol.messages import Output, Payload, Sampling, Step
 
 KEPT_BYTES = 16 << 20
@@ -101,13 +101,7 @@ class _Going:
     @property
     def sampling(self) -> Sampling:
         """How the next one is chosen."""
-        told, count = self.chooser.sampling, len(self.ids)
-        return msgspec.structs.replace(
-            told,
-            drawn=told.drawn + count,
-            budget=told.budget - count,
-            context=told.context + _body(self.ids) if told.context else b"",
-        )
+        return later(self.chooser.sampling, self.ids)
 
 
 class Looping:

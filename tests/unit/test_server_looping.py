@@ -67,6 +67,14 @@ class TestLooping:
         other.restore(looping.state(), tuple(looping.kept.items()))
         assert other.state() == looping.state() and other.kept == looping.kept
 
+    def test_penalties_that_leave_out_the_prompt_keep_what_was_chosen(self) -> None:
+        looping = Looping(VOCABULARY)
+        begun(looping, sampling=(Sampling(5, repetition_penalty=1.5), BOTH[1]))
+        choose(looping, Chosen(9), Chosen(7, finished="stop"))
+        ((_, sampling),) = looping.state()
+        assert (sampling.drawn, sampling.budget) == (1, 4)
+        assert sampling.context == b"\x09\0\0\0"
+
     @pytest.mark.parametrize(
         "changes",
         [
