@@ -289,8 +289,7 @@ class RemoteBatch:
         """Raise RequestError when a row without new tokens has a past whose result is gone."""
         if self.carried is not None:
             return
-        rows = self._rows[:: self._sharing]
-        for index, (row, count) in enumerate(zip(rows, packing.counts, strict=True)):
+        for index, (row, count) in enumerate(zip(self._own, packing.counts, strict=True)):
             if row.length and not count:
                 raise RequestError(
                     f"row {index} has no unmasked token in this step and its last result is not "

@@ -12,16 +12,14 @@ from typing import Any, NoReturn
 
 import torch
 from jaxtyping import Int
+from msgspec.structs import replace
 from transformers import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import logits_process as processors
 from transformers.generation import stopping_criteria as criteria
 
 from bloombee.client.payloads import ids_bytes
 from bloombee.errors import Unsupported
-from bloombee.protocol.messages import Sampling
-
-MOST_STOP_IDS = 64
-MOST_BIASES = 1024
+from bloombee.protocol.messages import MOST_BIASES, MOST_STOP_IDS, Sampling
 
 
 @dataclass(slots=True)
@@ -103,15 +101,13 @@ def _sampling(
     )
     if seeding.seed is None:
         return sampling
-    return Sampling(
-        **{name: getattr(sampling, name) for name in sampling.__struct_fields__}
-        | {
-            "seed": seeding.seed,
-            "temperature": choice.temperature,
-            "top_k": choice.top_k,
-            "top_p": choice.top_p,
-            "min_p": choice.min_p,
-        }
+    return replace(
+        sampling,
+        seed=seeding.seed,
+        temperature=choice.temperature,
+        top_k=choice.top_k,
+        top_p=choice.top_p,
+        min_p=choice.min_p,
     )
 
 
@@ -203,7 +199,12 @@ def _unknown(_: _Choice, each: object) -> None:
 
 
 def _refuse(what: str) -> NoReturn:
-    raise Unsupported(f"head='server' can't do {what}: leave the head to the client, or that out")
+    raise unsupported(what)
+
+
+def unsupported(what: str) -> Unsupported:
+    """The error for what only the client head does."""
+    return Unsupported(f"head='server' can't do {what}: leave the head to the client, or that out")
 
 
 def _ids(ids: torch.Tensor) -> set[int]:

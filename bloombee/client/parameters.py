@@ -13,10 +13,8 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from bloombee.errors import RequestError
-from bloombee.protocol.messages import Sampling
+from bloombee.protocol.messages import MOST_BIASES, MOST_STOP_IDS, Sampling
 
-MOST_STOP_IDS = 64
-MOST_BIASES = 1024
 MOST_STOP_STRINGS = 64
 MOST_CHOICES = 128
 _SEED_BITS = 63

@@ -20,11 +20,9 @@ from bloombee.client.terms import SessionTerms
 from bloombee.client.work import Work
 from bloombee.core import PackedTable
 from bloombee.errors import RequestError
-from bloombee.protocol.messages import PREFIX_TOKENS, Chain
+from bloombee.protocol.messages import MOST_CHUNKS, PREFIX_TOKENS, Chain
 
 HASH_BYTES = 16
-MOST_CHUNKS = 1 << 12
-"""Announced of one prompt."""
 MOST_IN_ALL = 1 << 14
 """Announced of all prompts of one session: a quarter of the largest message."""
 

@@ -11,12 +11,11 @@ from jaxtyping import Int, Shaped
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
 from bloombee.client.batch import RemoteBatch
-from bloombee.client.choosing import Seeding, samplings
+from bloombee.client.choosing import Seeding, samplings, unsupported
 from bloombee.client.inputs import check_ids, read_inputs
 from bloombee.client.micro_batches import Strand
 from bloombee.client.packing import Packing
 from bloombee.client.tokens import Token
-from bloombee.errors import Unsupported
 
 _KNOWN = ("attention_mask", "cache", "use_cache", "logits_to_keep", "tokenizer")
 
@@ -46,14 +45,14 @@ class Arguments:
         told = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
         for name in (*told, "return_dict_in_generate", "is_assistant", "prefill_chunk_size"):
             if getattr(config, name, None):
-                raise _unsupported(name)
+                raise unsupported(name)
         if config.use_cache is False:
-            raise _unsupported("use_cache=False")
+            raise unsupported("use_cache=False")
         if config.do_sample and seed is None:
-            raise _unsupported("sampling without seed=")
+            raise unsupported("sampling without seed=")
         others = [k for k, v in self.model_kwargs.items() if v is not None and k not in _KNOWN]
         if others or not self.input_ids.shape[1]:
-            raise _unsupported(", ".join(others) or "prompts without ids")
+            raise unsupported(", ".join(others) or "prompts without ids")
 
     def request(self, held: RemoteBatch | None, seed: int | None, vocabulary: int) -> Request:
         """What is new after what `held` holds.
@@ -64,7 +63,7 @@ class Arguments:
         ids, mask = self.input_ids.cpu(), self.model_kwargs.get("attention_mask")
         past = 0 if held is None else held.columns
         if held is not None and mask is not None and mask.shape[1] != ids.shape[1]:
-            raise _unsupported("a cache with input_ids that leave out what it holds")
+            raise unsupported("a cache with input_ids that leave out what it holds")
         chosen = samplings(
             ids,
             self.logits_processor,
@@ -74,7 +73,7 @@ class Arguments:
         inputs = read_inputs(ids[:, past:], None, None if mask is None else mask.cpu(), held)
         packing = inputs.packing()
         if min(packing.counts) < 1:
-            raise _unsupported("a row without new tokens")
+            raise unsupported("a row without new tokens")
         tokens = inputs.tokens(packing)
         check_ids(tokens, vocabulary)
         repeats = max(1, self.config.num_return_sequences or 1)
@@ -129,7 +128,3 @@ class Answers:
         columns = [self._column(column) for column in range(self.columns)]
         new = torch.tensor(columns, dtype=self._input_ids.dtype, device=self._input_ids.device)
         return torch.cat((self._input_ids, new.T), dim=1)
-
-
-def _unsupported(what: str) -> Unsupported:
-    return Unsupported(f"head='server' can't do {what}: leave the head to the client, or that out")

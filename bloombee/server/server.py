@@ -263,5 +263,11 @@ def _executor(
         return Executor
     diary = None
     if settings.diary is not None:
-        diary = Diary(settings.diary / f"{span.start}-{span.end}.jsonl")
+        try:
+            diary = Diary(settings.diary / f"{span.start}-{span.end}.jsonl")
+        except OSError as error:
+            raise SettingsError(
+                f"--diary: can't write into {settings.diary}: {error.strerror}; "
+                "give a folder that exists and is yours"
+            ) from error
     return partial(PacedExecutor, pace=settings.pace, diary=diary)
