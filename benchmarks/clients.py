@@ -60,7 +60,7 @@ def disturbing(other: ClientProcess, prompt_tokens: int) -> Iterator[list[float]
         while not over.is_set():
             number += 1
             request = Request("server", 1, 1, prompt_tokens - number % 50, 1)
-            taken.append(other.ask(request).times_s[0][0])
+            taken.append(other.ask(request).first_after_s)
 
     thread = threading.Thread(target=go_on)
     thread.start()

@@ -11,65 +11,32 @@ ratios within the run; greedy ids of all runs are compared.
 from __future__ import annotations
 
 import argparse
-import subprocess
-import sys
 from contextlib import ExitStack
-from pathlib import Path
 from statistics import median
-from typing import Self
 
 import msgspec
 import psutil
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.worker import Answer, Job, Request, Traffic
+from benchmarks.process import LineProcess
+from benchmarks.worker import Answer, Job, Request, Traffic, agreeing
 from bloombee.cli.local_swarm import LocalSwarm, equal_spans
 
 BLOCKS = 30
 console = Console(width=140)
 
 
-class Worker:
+class Worker(LineProcess):
     """A model in a process of its own (see `benchmarks/worker.py`)."""
 
     def __init__(self, job: Job) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=Path(__file__).resolve().parents[1],
-        )
-        if self.process.stdin is None or self.process.stdout is None:
-            raise RuntimeError("the worker's pipes were not made")
-        self._requests, self._answers = self.process.stdin, self.process.stdout
-        self._write(job)
-        line = self._read()
-        if line.strip() != "ready":
-            raise RuntimeError(f"worker did not load {job}: {line!r}")
+        super().__init__("benchmarks.worker", job)
 
     def ask(self, request: Request) -> Answer:
         """Run one request and wait for its answer."""
-        self._write(request)
-        return msgspec.json.decode(self._read(), type=Answer)
-
-    def _write(self, message: Job | Request) -> None:
-        self._requests.write(msgspec.json.encode(message).decode() + "\n")
-        self._requests.flush()
-
-    def _read(self) -> str:
-        line = self._answers.readline()
-        if not line:
-            raise RuntimeError(f"worker ended with code {self.process.wait()}")
-        return line
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._requests.close()
-        self.process.wait(timeout=30)
+        self.write(request)
+        return self.read(Answer)
 
 
 def measure(dtype: str, options: argparse.Namespace) -> None:
@@ -141,12 +108,7 @@ def add_rows(table: Table, batch: int, answers: dict[str, list[Answer]]) -> None
 
 def matching(a: Answer, b: Answer) -> str:
     """How many tokens agree before each row's first difference."""
-    total = same = 0
-    for left, right in zip(a.ids, b.ids, strict=True):
-        total += len(left)
-        same += next(
-            (i for i, (x, y) in enumerate(zip(left, right, strict=True)) if x != y), len(left)
-        )
+    same, total = agreeing(a.ids, b.ids)
     return f"{same} of {total}"
 
 

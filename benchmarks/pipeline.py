@@ -40,6 +40,7 @@ from benchmarks.pipelined.analysis import Link, Shown, Window, shown, steady, tr
 from benchmarks.pipelined.client import Answer, First, Job, Request
 from benchmarks.pipelined.figure import Lanes, draw
 from benchmarks.pipelined.process import ClientProcess
+from benchmarks.worker import agreeing
 from bloombee.cli.local_swarm import LocalSwarm
 from bloombee.config.networks import NetworkFile
 from bloombee.server.pacing import Pass, read_diary
@@ -247,13 +248,8 @@ def _is_base(base: Scheme, scheme: Scheme) -> bool:
 
 def agreement(runs: Sequence[Run]) -> str:
     """How many tokens of all schemes equal those of the first, up to each first difference."""
-    same = total = 0
-    for run in runs[1:]:
-        for ours, theirs in zip(run.answer.ids, runs[0].answer.ids, strict=True):
-            length = min(len(ours), len(theirs))
-            total += length
-            pairs = zip(ours[:length], theirs[:length], strict=True)
-            same += next((i for i, (x, y) in enumerate(pairs) if x != y), length)
+    pairs = [agreeing(run.answer.ids, runs[0].answer.ids) for run in runs[1:]]
+    same, total = (sum(each) for each in zip(*pairs, strict=True))
     return f"{same} of {total} tokens equal those of {runs[0].scheme}"
 
 

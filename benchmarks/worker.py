@@ -107,6 +107,16 @@ def prompts(batch: int, length: int, vocabulary: int) -> torch.Tensor:
     return torch.randint(100, vocabulary, (batch, length), generator=generator)
 
 
+def agreeing(a: list[list[int]], b: list[list[int]]) -> tuple[int, int]:
+    """How many tokens of each row agree before its first difference, of how many in all."""
+    total = same = 0
+    for left, right in zip(a, b, strict=True):
+        total += len(left)
+        pairs = zip(left, right, strict=True)
+        same += next((i for i, (x, y) in enumerate(pairs) if x != y), len(left))
+    return same, total
+
+
 def run(model: Any, request: Request) -> Answer:
     """Generate once and report."""
     from transformers import StoppingCriteriaList

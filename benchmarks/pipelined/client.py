@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import torch
 
-from benchmarks.worker import prompts
+from benchmarks.worker import TokenClock, prompts
 from bloombee import AutoDistributedModelForCausalLM
 from bloombee.config.client import ClientSettings
 from bloombee.protocol.messages import Sampling
@@ -54,8 +54,6 @@ class Answer(msgspec.Struct, frozen=True):
     began_s: float
     times_s: list[list[float]]
     ids: list[list[int]]
-    bytes_sent: int = 0
-    bytes_received: int = 0
 
     @property
     def first_after_s(self) -> float:
@@ -97,17 +95,14 @@ class Bench:
         return _with_barrier(self.model(request.groups), request)
 
 
-class _Clock:
-    """A stopping criterion that never stops, and notes when each token came."""
-
-    def __init__(self) -> None:
-        self.times_s: list[float] = []
+class _Clock(TokenClock):
+    """Says when the first tokens came."""
 
     def __call__(self, input_ids: torch.Tensor, _scores: Any, **_: Any) -> torch.Tensor:
-        self.times_s.append(time.perf_counter())
-        if len(self.times_s) == 1:
-            _say(First(self.times_s[0]))
-        return torch.zeros(input_ids.shape[0], dtype=torch.bool)
+        never = super().__call__(input_ids, _scores)
+        if len(self.times) == 1:
+            _say(First(self.times[0]))
+        return never
 
 
 def _with_barrier(model: Any, request: Request) -> Answer:
@@ -125,14 +120,8 @@ def _with_barrier(model: Any, request: Request) -> Answer:
             min_new_tokens=request.new_tokens,
             stopping_criteria=StoppingCriteriaList([clock]),
         )
-    moved = model.traffic
-    return Answer(
-        began_s,
-        [clock.times_s] * request.batch,
-        out[:, request.prompt_tokens :].tolist(),
-        moved.bytes_sent,
-        moved.bytes_received,
-    )
+    new = out[:, request.prompt_tokens :].tolist()
+    return Answer(began_s, [clock.times] * request.batch, new)
 
 
 async def _grouped(model: Any, request: Request) -> Answer:
