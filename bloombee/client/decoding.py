@@ -72,10 +72,11 @@ class Mailbox:
             self._filled.clear()
             self._is_waking = False
             is_closed = self._is_closed  # before the tokens: none comes after
+            if is_closed:
+                self._filled.set()  # before they are given: whoever leaves at one may wait again
             while self._tokens:
                 yield self._tokens.popleft()
             if is_closed:
-                self._filled.set()
                 return
 
     async def closed(self) -> None:

@@ -226,3 +226,17 @@ def test_tokens_of_another_thread_reach_the_reader_in_order() -> None:
 
     asyncio._set_running_loop(None)
     assert asyncio.run(read()) == list(range(5000))
+
+
+def test_a_reader_that_leaves_at_a_token_after_the_last_came_is_not_left_waiting() -> None:
+    async def read() -> int:
+        mailbox = Mailbox()
+        mailbox.put([Token(0, 7), Token(0, 8)])
+        mailbox.close()
+        async for token in mailbox:
+            await asyncio.wait_for(mailbox.closed(), 5)
+            return token.id
+        return -1
+
+    asyncio._set_running_loop(None)
+    assert asyncio.run(read()) == 7
