@@ -8,7 +8,7 @@ in one process (a peer of its own), and a second process that computes long prom
   prompts of 2,000 tokens computed; target: the disturbed 99th percentile is at most
   2 x the undisturbed median plus one chunk.
 
-    python benchmarks/clients.py [--clients 16] [--dtype float32] [--rounds 3]
+    python -m benchmarks.clients [--clients 16] [--dtype float32] [--rounds 3]
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ raw bytes. The bound takes the bytes of a plane as independent and each distinct
 "repeated" is the share of rows that equal an earlier one. Speeds are those of one thread,
 medians over rounds in which all schemes take turns; ratios are paired within a round.
 
-    python benchmarks/codec.py [--rounds 7] [--cuts 8 15 23] [--dtypes float16 bfloat16]
+    python -m benchmarks.codec [--rounds 7] [--cuts 8 15 23] [--dtypes float16 bfloat16]
 
 `pip install blosc2 zipnn` (the second compiles) adds two schemes; without them they are left out.
 """
@@ -58,7 +58,6 @@ console = Console(width=150)
 class Payloads:
     """Rows as they travel at one cut in one phase; each payload is `[rows, width]`."""
 
-    cut: int
     phase: str
     tensors: Sequence[torch.Tensor]
 
@@ -112,7 +111,7 @@ def tokenizer() -> Any:
 
 @torch.inference_mode()
 def capture(model: Any, prompts: list[list[int]], cuts: Sequence[int]) -> list[Payloads]:
-    """What crosses each cut: `[prompt][cut]` rows of the prompt and of the steps after it."""
+    """What crosses each cut: rows of the prompts and of the steps after them."""
     taken: dict[int, list[torch.Tensor]] = {cut: [] for cut in cuts}
     hooks = [
         model.model.layers[cut - 1].register_forward_hook(
@@ -139,22 +138,22 @@ def capture(model: Any, prompts: list[list[int]], cuts: Sequence[int]) -> list[P
             taken[cut].clear()
     for hook in hooks:
         hook.remove()
-    return [each for cut in cuts for each in payloads(cut, before[cut], after[cut])]
+    return [each for cut in cuts for each in payloads(before[cut], after[cut])]
 
 
-def payloads(cut: int, before: list[torch.Tensor], after: list[torch.Tensor]) -> list[Payloads]:
+def payloads(before: list[torch.Tensor], after: list[torch.Tensor]) -> list[Payloads]:
     """Rows of single prompts as payloads of every size and phase."""
     packed = torch.cat(before)
     steps = torch.stack(after)  # [prompts, steps, width]
-    found = [Payloads(cut, f"chunk of {CHUNK_ROWS}", packed.split(CHUNK_ROWS)[:-1])]
+    found = [Payloads(f"chunk of {CHUNK_ROWS}", packed.split(CHUNK_ROWS)[:-1])]
     for batch in BATCHES:
         groups = range(0, len(before) - batch + 1, batch)
         whole = [torch.cat(before[first : first + batch]) for first in groups]
-        found.append(Payloads(cut, f"prefill {batch}", whole))
+        found.append(Payloads(f"prefill {batch}", whole))
     for batch in BATCHES:
         groups = range(0, len(before) - batch + 1, batch)
         rows = [steps[first : first + batch, step] for first in groups for step in range(STEPS)]
-        found.append(Payloads(cut, f"decode {batch}", [each.contiguous() for each in rows]))
+        found.append(Payloads(f"decode {batch}", [each.contiguous() for each in rows]))
     return found
 
 

@@ -5,7 +5,7 @@ with two. Every model has its own process, all stay loaded, and runs are
 interleaved: local, swarm, local with two threads, then again. Prints medians and
 ratios within the run; greedy ids of all runs are compared.
 
-    python benchmarks/decode.py [--batch 1 8 32] [--dtype float32 bfloat16] [--rounds 5]
+    python -m benchmarks.decode [--batch 1 8 32] [--dtype float32 bfloat16] [--rounds 5]
 """
 
 from __future__ import annotations

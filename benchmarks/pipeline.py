@@ -16,7 +16,7 @@ micro-batches in the same round, how busy each stage and link was, and the share
 bound that was reached (how busy the busiest resource was); draws a timeline. Links carry
 full speed until every row has its first token: what is measured is decoding.
 
-    python benchmarks/pipeline.py [--ratios 0 0.17 0.6 1.1 6.5] [--rtt-ms 0] [--rounds 3]
+    python -m benchmarks.pipeline [--ratios 0 0.17 0.6 1.1 6.5] [--rtt-ms 0] [--rounds 3]
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ Measured, in turn, for the first, middle and last stage and each prefix length:
 Target: recovery takes at most 1.3 x that compute time, plus detection, and moves at
 most the lost stage's rows. Prints medians and draws them.
 
-    python benchmarks/recovery.py [--prefix 128 1024] [--rounds 5] [--picture recovery.png]
+    python -m benchmarks.recovery [--prefix 128 1024] [--rounds 5] [--picture recovery.png]
 """
 
 from __future__ import annotations

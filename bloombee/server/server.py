@@ -229,21 +229,7 @@ def _stage(
             model_name=_public_name(opened.source.name),
             codec=settings.codec,
             certificate_hash=who.certificate.hash,
-            limits=Limits(
-                max_sessions=settings.max_sessions,
-                max_sessions_per_peer=settings.max_sessions_per_peer,
-                max_tokens_per_peer=(
-                    None if settings.max_tokens_per_peer == "auto" else settings.max_tokens_per_peer
-                ),
-                max_wait_s=settings.max_wait_s,
-                lease_s=settings.lease_s,
-                park_idle_s=settings.park_idle_s,
-                park_bytes=opened.memory.park_bytes,
-                prefix_bytes=opened.memory.prefix_bytes,
-                share_prefixes=settings.share_prefixes,
-                max_step_tokens=min(in_frame, MAX_STEP_TOKENS),
-                max_messages_per_s=settings.max_requests_per_s,
-            ),
+            limits=_limits(settings, opened, in_frame),
             executor_settings=ExecutorSettings(
                 threads=torch.get_num_threads() if settings.threads == "auto" else settings.threads,
                 pass_tokens=settings.max_step_tokens,
@@ -253,6 +239,23 @@ def _stage(
             connection_settings=ConnectionSettings(swarm_key=who.swarm_key),
             make_executor=_executor(settings, loaded.model.span),
         )
+    )
+
+
+def _limits(settings: ServerSettings, opened: Opened, rows_in_frame: int) -> Limits:
+    per_peer = settings.max_tokens_per_peer
+    return Limits(
+        max_sessions=settings.max_sessions,
+        max_sessions_per_peer=settings.max_sessions_per_peer,
+        max_tokens_per_peer=None if per_peer == "auto" else per_peer,
+        max_wait_s=settings.max_wait_s,
+        lease_s=settings.lease_s,
+        park_idle_s=settings.park_idle_s,
+        park_bytes=opened.memory.park_bytes,
+        prefix_bytes=opened.memory.prefix_bytes,
+        share_prefixes=settings.share_prefixes,
+        max_step_tokens=min(rows_in_frame, MAX_STEP_TOKENS),
+        max_messages_per_s=settings.max_requests_per_s,
     )
 
 
