@@ -41,6 +41,14 @@ from bloombee.protocol.fields import (
     Text,
     WireDtype,
 )
+from bloombee.protocol.report_messages import (
+    CostTable,
+    Describe,
+    Description,
+    LinkReport,
+    TimeGrid,
+    TraceReport,
+)
 from bloombee.protocol.session_messages import (
     ADOPTED_STEP,
     MOST_CHUNKS,
@@ -91,6 +99,7 @@ __all__ = [
     "Close",
     "Closed",
     "Content",
+    "CostTable",
     "Describe",
     "Description",
     "Failed",
@@ -101,6 +110,7 @@ __all__ = [
     "Id16",
     "Index",
     "Leaving",
+    "LinkReport",
     "Message",
     "Open",
     "Opened",
@@ -116,7 +126,9 @@ __all__ = [
     "Standby",
     "Step",
     "Text",
+    "TimeGrid",
     "Timing",
+    "TraceReport",
     "U32",
     "U63",
     "VERSION",
@@ -189,41 +201,6 @@ class HandedOver(Message, frozen=True, array_like=True, tag=True):
     included: tuple[U63, ...] = ()
     outputs: tuple[U63, ...] = ()
     sampling: tuple[tuple[Index, Sampling], ...] = ()
-
-
-# Questions ------------------------------------------------------------------
-
-
-class Describe(Message, frozen=True, array_like=True, tag=True):
-    """Ask a server about itself."""
-
-
-class Description(Message, frozen=True, array_like=True, tag=True):
-    """What a server is doing now (for status pages and planners).
-
-    `waiting` requests queue for KV; `parked` sessions wait in host memory to come back.
-    Prompts kept for later sessions take `prefix_bytes`; `prefix_hits` sequences began with some
-    of them, which saved them `prefix_tokens_saved` on this stage.
-    """
-
-    peer: Text
-    version: Text
-    model: Text
-    fingerprint: Text
-    start: Index
-    end: Index
-    dtype: Text
-    device: Text
-    kv_tokens: U63
-    free_tokens: U63
-    sessions: U32
-    steps: U63
-    uptime_s: float
-    waiting: U32 = 0
-    parked: U32 = 0
-    prefix_bytes: U63 = 0
-    prefix_hits: U63 = 0
-    prefix_tokens_saved: U63 = 0
 
 
 AnyMessage = (

@@ -167,11 +167,15 @@ class Beat(Message, frozen=True, array_like=True, tag=True):
     """I am here. The dialer counts `number` up, the listener repeats it at once.
 
     `sent_step` is the listener's newest step that it has computed and sent on.
+    Times are each side's own, in microseconds: `sent_us` when the dialer wrote the beat, which
+    the answer repeats, `heard_us` when the listener read it; 0 is unknown.
     """
 
     session: Id16
     number: U63
     sent_step: U63 = 0
+    sent_us: U63 = 0
+    heard_us: U63 = 0
 
 
 class Leaving(Message, frozen=True, array_like=True, tag=True):

@@ -82,13 +82,16 @@ class Operations(Message, frozen=True, array_like=True, tag=True):
 
 
 class Timing(Message, frozen=True, array_like=True, tag=True):
-    """Where one stage's share of a step went, in microseconds."""
+    """Where one stage's share of a step went, in microseconds: as in TraceReport."""
 
     peer: Text
     queue_us: float
     compute_us: float
-    codec_us: float
+    decode_us: float
+    encode_us: float
     total_us: float
+    copy_us: float = 0.0
+    wire_us: float = 0.0
 
 
 class Step(Message, frozen=True, array_like=True, tag=True):
@@ -99,7 +102,8 @@ class Step(Message, frozen=True, array_like=True, tag=True):
     stage answers with: all, the last of each sequence, or none (an empty output
     still comes). The client has the outputs of all steps up to `answered`.
     `deadline_ms` is the time that was left when the message was sent (0: unknown); a
-    stage drops a step whose time is up.
+    stage drops a step whose time is up. `sent_us` is when it left, by the sender's clock
+    (0: unknown).
 
     With `replay` the step rebuilds the KV of stages that hold none: the stage whose
     blocks end at `until` answers (with no rows) and nothing goes beyond it. Its
@@ -141,6 +145,7 @@ class Step(Message, frozen=True, array_like=True, tag=True):
     included: tuple[U63, ...] = ()
     loop: bool = False
     sampling: tuple[Sampling | None, ...] = ()
+    sent_us: U63 = 0
 
 
 class Replay(Message, frozen=True, array_like=True, tag=True):

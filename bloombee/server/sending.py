@@ -241,7 +241,8 @@ class Sending:
             peer=self._peer,
             queue_us=finished.told.outcome.queue_us,
             compute_us=finished.told.outcome.compute_us,
-            codec_us=float(finished.decode_us + now - started_us),
+            decode_us=float(finished.decode_us),
+            encode_us=float(now - started_us),
             total_us=float(now - finished.taken_us),
         )
 

@@ -209,7 +209,9 @@ def test_a_traced_step_brings_timings_of_every_stage() -> None:
         peers = [stage.endpoint.peer for stage in s.stages]
         assert [timing.peer for timing in answer.timings] == peers
         for timing in answer.timings:
-            assert 0 <= timing.queue_us + timing.compute_us + timing.codec_us <= timing.total_us
+            parts = (timing.queue_us, timing.compute_us, timing.decode_us, timing.encode_us)
+            assert all(part >= 0 for part in parts)
+            assert sum(parts) <= timing.total_us
             assert 0 < timing.total_us < 5e6
 
     run(counting_stage(), counting_stage(), test=test)

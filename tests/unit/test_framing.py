@@ -20,7 +20,7 @@ PAYLOAD = m.Payload("rows", "bfloat16", 3, 4)
 STEP = m.Step(
     SESSION, 1, 2, "verify", (0, 1), (5, 6), (1, 2), PAYLOAD, parents=(-1, -1, 0),
     operations=m.Operations(forks=((1, 0),), truncates=((0, 3),), releases=(2,)),
-    timings=(m.Timing("p", 1.0, 2.0, 3.0, 4.0),),
+    timings=(m.Timing("p", 1.0, 2.0, 3.0, 4.0, 5.0),),
 )  # fmt: skip
 HOP = m.Hop("peer", "host:1", bytes(32))
 SAMPLES: tuple[m.AnyMessage, ...] = (
