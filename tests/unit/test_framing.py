@@ -51,7 +51,7 @@ def test_messages_come_back(message: m.AnyMessage) -> None:
 
 @given(st.binary(max_size=200), st.integers(0, 300))
 def test_payloads_come_back_aligned_and_uncopied(payload: bytes, length: int) -> None:
-    step = msgspec.structs.replace(STEP, timings=(m.Timing("p" * length, 0.0, 0.0, 0.0, 0.0),))
+    step = msgspec.structs.replace(STEP, timings=(m.Timing("p" * length, 0.0, 0.0, 0.0, 0.0, 0.0),))
     frame = joined(step, payload)
     decoded = framing.decode(frame)
     assert decoded is not None
