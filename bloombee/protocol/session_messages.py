@@ -25,6 +25,8 @@ ADOPTED_STEP = 1
 MOST_CHUNKS = 1 << 12
 """Announced of one prompt."""
 
+MOST_PADDING = 1 << 15
+
 Chain = Annotated[tuple[Id16, ...], msgspec.Meta(max_length=MOST_CHUNKS)]
 """One hash for each whole chunk of a prompt, of its tokens and all before them."""
 
@@ -167,8 +169,10 @@ class Beat(Message, frozen=True, array_like=True, tag=True):
     """I am here. The dialer counts `number` up, the listener repeats it at once.
 
     `sent_step` is the listener's newest step that it has computed and sent on.
-    Times are each side's own, in microseconds: `sent_us` when the dialer wrote the beat, which
-    the answer repeats, `heard_us` when the listener read it; 0 is unknown.
+    Times are each side's own, in microseconds: `sent_us` when the asker wrote the beat, which
+    the answer repeats, `heard_us` when the other side read it; 0 is unknown. A listener that
+    measures its link asks with number 0 and `sent_us`: the dialer answers in the same way.
+    `padding` gives a beat on an idle link the size of something worth timing.
     """
 
     session: Id16
@@ -176,6 +180,7 @@ class Beat(Message, frozen=True, array_like=True, tag=True):
     sent_step: U63 = 0
     sent_us: U63 = 0
     heard_us: U63 = 0
+    padding: Annotated[bytes, msgspec.Meta(max_length=MOST_PADDING)] = b""
 
 
 class Leaving(Message, frozen=True, array_like=True, tag=True):

@@ -49,7 +49,7 @@ class HandlerParts:
     hops: HopStreams
     hand_overs: HandOvers
     throttle: Throttle
-    describe: Callable[[], Awaitable[Description]]
+    describe: Callable[[Describe], Awaitable[Description]]
 
 
 class Handler:
@@ -100,7 +100,7 @@ class Handler:
         """Serve one request; False for what none is."""
         match message:
             case Describe():
-                await connection.send(await self._parts.describe())
+                await connection.send(await self._parts.describe(message))
             case Open():
                 await self._parts.clients.serve(connection, message)
             case Attach():

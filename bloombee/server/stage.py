@@ -17,7 +17,7 @@ from bloombee import __version__
 from bloombee.errors import BloomBeeError, PeerStopping
 from bloombee.kv.interface import KVPool
 from bloombee.protocol.failures import to_message
-from bloombee.protocol.messages import Description
+from bloombee.protocol.messages import Describe, Description
 from bloombee.server.admission import Admission
 from bloombee.server.client_stream import ClientParts, ClientStreams
 from bloombee.server.device import decode_tokens_per_s
@@ -215,8 +215,11 @@ class StageServer:
         tokens_per_s = await self.executor.call(partial(decode_tokens_per_s, parts.model))
         return tokens_per_s, parts.pool.total_tokens
 
-    async def describe(self) -> Description:
-        """What this stage is doing now. Raises PeerStopping once it has stopped."""
+    async def describe(self, asked: Describe | None = None) -> Description:
+        """What this stage is doing now, and what was `asked` for besides.
+
+        Raises PeerStopping once it has stopped.
+        """
         parts = self._parts
         return Description(
             peer=parts.identity.peer_id,

@@ -23,8 +23,16 @@ Answer = Description | BloomBeeError
 """What a server said, or why it said nothing."""
 
 
+NOTHING_MORE = Describe()
+"""The short answer."""
+
+
 async def describe(
-    record: ServerRecord, dialer: Dialer, identity: Identity, settings: ConnectionSettings
+    record: ServerRecord,
+    dialer: Dialer,
+    identity: Identity,
+    settings: ConnectionSettings,
+    asked: Describe = NOTHING_MORE,
 ) -> Description:
     """Ask the server of `record`, at its first address that answers.
 
@@ -34,7 +42,7 @@ async def describe(
     for address in record.addresses or ("",):  # without one, it is reached by its id
         endpoint = Endpoint(record.peer, address, record.certificate_hash)
         try:
-            return await ask_endpoint(endpoint, dialer, identity, settings)
+            return await ask_endpoint(endpoint, dialer, identity, settings, asked)
         except TransportError as error:
             failure = error
     raise failure
@@ -45,13 +53,14 @@ async def describe_all(
     dialer: Dialer,
     identity: Identity,
     settings: ConnectionSettings,
+    asked: Describe = NOTHING_MORE,
 ) -> dict[PeerId, Answer]:
     """Ask all at once; an error of a server takes the place of its answer."""
     answers: dict[PeerId, Answer] = {}
 
     async def ask(record: ServerRecord) -> None:
         try:
-            answers[record.peer] = await describe(record, dialer, identity, settings)
+            answers[record.peer] = await describe(record, dialer, identity, settings, asked)
         except BloomBeeError as error:
             answers[record.peer] = error
 
@@ -62,7 +71,11 @@ async def describe_all(
 
 
 async def ask_endpoint(
-    endpoint: Endpoint, dialer: Dialer, identity: Identity, settings: ConnectionSettings
+    endpoint: Endpoint,
+    dialer: Dialer,
+    identity: Identity,
+    settings: ConnectionSettings,
+    asked: Describe = NOTHING_MORE,
 ) -> Description:
     """Ask the server that listens there.
 
@@ -71,7 +84,7 @@ async def ask_endpoint(
     """
     connection = await connect(dialer, endpoint, identity, settings=settings)
     try:
-        await connection.send(Describe())
+        await connection.send(asked)
         received = await connection.receive(settings.deadline_s)
     finally:
         await connection.close()
