@@ -1,4 +1,4 @@
-"""Which blocks this server takes: those it is told to, or where the swarm covers least."""
+"""Which blocks this server takes: those it is told to, or where the swarm serves least."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import Protocol
 
 from bloombee.config.settings import ServerSettings
 from bloombee.core import Span
+from bloombee.planner.moves import rates, supply
 from bloombee.planner.placement import Newcomer, choose_span, spread
 from bloombee.swarm.records import ServerRecord, ServerState
-from bloombee.swarm.view import PLANNED, SwarmSnapshot
+from bloombee.swarm.view import SwarmSnapshot
 
 SETTLE_S = 1.0
 """How long a choice stands open, so that servers started together see each other's."""
@@ -40,22 +41,26 @@ def place(
 ) -> Span:
     """The span to serve: `--blocks`, or `capacity_blocks` of a model of `num_blocks`.
 
-    Servers that still load count as covering theirs. `snapshot` holds the servers of
-    this model only.
+    Servers that still load or move count as serving what they will hold. `snapshot` holds
+    the servers of this model only.
     """
     if settings.blocks is not None:
         return settings.blocks
-    planned = snapshot.select(states=PLANNED)
-    return choose_span(num_blocks, capacity_blocks, planned.servers_per_block(num_blocks))
+    return choose_span(num_blocks, capacity_blocks, supply(snapshot.records, num_blocks).tolist())
 
 
 def settle(record: ServerRecord, snapshot: SwarmSnapshot) -> Span:
     """The span of `record`'s server among all those that are choosing in `snapshot`."""
-    choosing = [r for r in snapshot.records if r.state is ServerState.CHOOSING]
-    newcomers = {r.peer: Newcomer(r.peer, len(r.span)) for r in (*choosing, record)}
-    planned = snapshot.select(states=PLANNED, where=lambda other: other.peer != record.peer)
-    held = planned.servers_per_block(record.num_blocks)
-    return spread(record.num_blocks, held, newcomers.values())[record.peer]
+    others = [other for other in snapshot.records if other.peer != record.peer]
+    mine = replace(record, state=ServerState.CHOOSING)
+    known = sorted([*others, mine], key=lambda other: other.peer)
+    newcomers = [
+        Newcomer(each.peer, len(each.span), float(rate))
+        for each, rate in zip(known, rates(known, record.num_blocks), strict=True)
+        if each.state is ServerState.CHOOSING
+    ]
+    held = supply(known, record.num_blocks).tolist()
+    return spread(record.num_blocks, held, newcomers)[record.peer]
 
 
 async def claim(record: ServerRecord, board: Noticeboard, *, fixed: bool) -> ServerRecord:
@@ -66,7 +71,8 @@ async def claim(record: ServerRecord, board: Noticeboard, *, fixed: bool) -> Ser
     """
     joining = replace(record, state=ServerState.JOINING)
     if not fixed and len(record.span) < record.num_blocks:
-        await board.publish(replace(record, state=ServerState.CHOOSING))
+        record = replace(record, state=ServerState.CHOOSING)
+        await board.publish(record)
         await asyncio.sleep(SETTLE_S)
         snapshot = await board.snapshot(record.fingerprint, record.num_blocks)
         joining = replace(joining, span=settle(record, snapshot))

@@ -75,13 +75,13 @@ class Publisher:
         keys = span_keys(record.fingerprint, record.span)
         sealed = encode_server(dated, expires_at_s, self._identity)
         announcement = encode_model(record, expires_at_s, self._identity)
-        self._used_keys.update(keys, model_keys())
-        await self._put(
-            [*keys, *model_keys()],
-            [sealed] * len(keys) + [announcement] * len(model_keys()),
-            self._owner,
-            expires_at_s,
-        )
+        values = dict.fromkeys(keys, sealed) | dict.fromkeys(model_keys(), announcement)
+        # Where it held other blocks before, readers would find it there still.
+        left = sorted(self._used_keys.difference(values))
+        values |= dict.fromkeys(left, encode_tombstone(expires_at_s, self._identity))
+        self._used_keys.update(values)
+        await self._put(list(values), list(values.values()), self._owner, expires_at_s)
+        self._used_keys.difference_update(left)
 
     def _next_expiry(self) -> float:
         wanted = time.time() + self._lifetime_s

@@ -54,7 +54,9 @@ class ServerRecord:
     `addresses` are the `host:port` of its gRPC endpoint, best first;
     `certificate_hash` is the SHA-256 of its certificate (DER). `num_blocks` is the
     whole model's count, of which the server holds `span`. `kv_tokens` is how many
-    tokens of KV it has room for, `max_length` the longest sequence it takes.
+    tokens of KV it has room for, `max_length` the longest sequence it takes. One that will
+    move to other blocks says so by `next_span`, some time before it leaves its own; it has
+    moved last at `moved_at_s` (0: never). A `pinned` one stays where it is.
     """
 
     peer: PeerId
@@ -71,6 +73,9 @@ class ServerRecord:
     version: str
     state: ServerState
     published_at_s: float = 0.0
+    pinned: bool = False
+    next_span: Span | None = None
+    moved_at_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +88,13 @@ class ModelAnnouncement:
     num_blocks: int
 
 
-class _Body(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=True):
+class _Body(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Base of what an envelope holds."""
 
 
-class _Server(_Body, frozen=True, array_like=True, forbid_unknown_fields=True, tag=1):
+class _Server(_Body, frozen=True, array_like=True, tag=1):
+    """Fields may be added at the end: older readers pass over them, newer ones know defaults."""
+
     fingerprint: _Name
     model: _Name
     num_blocks: _BlockIndex
@@ -102,6 +109,10 @@ class _Server(_Body, frozen=True, array_like=True, forbid_unknown_fields=True, t
     version: _Name
     state: ServerState
     published_at_s: float
+    pinned: bool = False
+    next_start: _BlockIndex = 0
+    next_end: _BlockIndex = 0
+    moved_at_s: float = 0.0
 
 
 class _Model(_Body, frozen=True, array_like=True, forbid_unknown_fields=True, tag=2):
@@ -133,6 +144,10 @@ def encode_server(record: ServerRecord, expires_at_s: float, identity: Identity)
             version=record.version,
             state=record.state,
             published_at_s=record.published_at_s,
+            pinned=record.pinned,
+            next_start=record.next_span.start if record.next_span else 0,
+            next_end=record.next_span.end if record.next_span else 0,
+            moved_at_s=record.moved_at_s,
         )
     )
     _check_server(msgspec.msgpack.decode(body, type=_Server))
@@ -166,6 +181,9 @@ def decode_server(owner: bytes, sealed: bytes, now_s: float) -> ServerRecord | N
         version=body.version,
         state=body.state,
         published_at_s=body.published_at_s,
+        pinned=body.pinned,
+        next_span=Span(body.next_start, body.next_end) if body.next_end else None,
+        moved_at_s=body.moved_at_s,
     )
 
 
@@ -214,7 +232,9 @@ def _check_server(body: _Server) -> None:
         raise ValueError(f"span {body.start}:{body.end} of {body.num_blocks} blocks")
     if not (math.isfinite(body.throughput_tokens_per_s) and body.throughput_tokens_per_s >= 0):
         raise ValueError(f"throughput {body.throughput_tokens_per_s}")
-    if not math.isfinite(body.published_at_s):
+    if body.next_end and not body.next_start < body.next_end <= body.num_blocks:
+        raise ValueError(f"next span {body.next_start}:{body.next_end} of {body.num_blocks}")
+    if not (math.isfinite(body.published_at_s) and math.isfinite(body.moved_at_s)):
         raise ValueError("no time of publishing")
     for address in body.addresses:
         port = address.rpartition(":")[2]

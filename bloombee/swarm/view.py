@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 _Vote = TypeVar("_Vote", str, int)
 
 SERVING = frozenset({ServerState.ONLINE})
-PLANNED = frozenset({ServerState.ONLINE, ServerState.JOINING})
-"""Who will hold their blocks soon: what a newcomer looks at when it picks its own."""
 
 
 @dataclass(frozen=True, slots=True)

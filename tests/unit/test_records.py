@@ -61,9 +61,20 @@ def a_record(**changes: Any) -> ServerRecord:
 
 
 def test_a_record_survives_the_trip_and_stays_small() -> None:
-    sealed = encode_server(a_record(), EXPIRES_S, ME)
-    assert len(sealed) <= 400
-    assert decode_server(owner(), sealed, NOW_S) == a_record()
+    for record in (a_record(), a_record(next_span=Span(0, 18), pinned=True, moved_at_s=NOW_S)):
+        sealed = encode_server(record, EXPIRES_S, ME)
+        assert len(sealed) <= 400
+        assert decode_server(owner(), sealed, NOW_S) == record
+
+
+def test_records_may_have_more_fields_and_fewer() -> None:
+    """Of servers that are newer, and older."""
+    envelope = unseal(owner(), encode_server(a_record(), EXPIRES_S, ME))
+    assert envelope is not None
+    fields = msgspec.msgpack.decode(envelope.body)
+    for body in ([*fields, "new"], fields[:-4]):
+        sealed = seal(msgspec.msgpack.encode(body), EXPIRES_S, ME)
+        assert decode_server(owner(), sealed, NOW_S) == a_record()
 
 
 def test_a_model_announcement_survives_the_trip() -> None:

@@ -13,7 +13,7 @@ from bloombee.core import PeerId, Span
 from bloombee.errors import TransportError
 from bloombee.protocol.messages import Description
 from bloombee.swarm.records import ModelAnnouncement, ServerRecord, ServerState
-from bloombee.swarm.view import PLANNED, SERVING, ModelEntry, assemble
+from bloombee.swarm.view import SERVING, ModelEntry, assemble
 
 NOW_S = 1000.0
 BASE = ServerRecord(
@@ -73,7 +73,11 @@ def test_selection() -> None:
     pick = lambda **how: {record.peer for record in snapshot.select(**how).records}  # noqa: E731
     assert pick() == {"a", "b", "c", "d", "e"}
     assert pick(fingerprint="f1", states=SERVING) == {"a", "c"}
-    assert pick(fingerprint="f1", states=PLANNED) == {"a", "b", "c"}
+    assert pick(fingerprint="f1", states=frozenset({ServerState.ONLINE, ServerState.JOINING})) == {
+        "a",
+        "b",
+        "c",
+    }
     assert pick(dtype="bfloat16") == {"c"}
     assert pick(where=lambda record: record.peer != "a") == {"b", "c", "d", "e"}
     found = snapshot.find(PeerId("b"))
