@@ -7,8 +7,10 @@ every row has its first token, and by an `Answer` at the end.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
 import time
+from math import inf
 from typing import Any
 
 import msgspec
@@ -16,6 +18,9 @@ import torch
 
 from benchmarks.worker import TokenClock, prompts
 from bloombee import AutoDistributedModelForCausalLM
+from bloombee.client.micro_batches import Strand
+from bloombee.client.packing import Packing
+from bloombee.client.server_head import Request as Call
 from bloombee.config.client import ClientSettings
 from bloombee.protocol.messages import Sampling
 
@@ -31,8 +36,9 @@ class Job(msgspec.Struct, frozen=True):
 class Request(msgspec.Struct, frozen=True):
     """Greedy tokens for `batch` prompts.
 
-    With the server head, `groups` sessions of equal size run side by side. With the client
-    head there is one session, whose steps are cut into `groups` parts that wait for each other.
+    With the server head, `groups` sessions of equal size run side by side; 0 leaves their number
+    to the client. With the client head there is one session, whose steps are cut into `groups`
+    parts that wait for each other. After `seconds`, if given, the server head stops early.
     """
 
     head: str
@@ -40,6 +46,7 @@ class Request(msgspec.Struct, frozen=True):
     groups: int
     prompt_tokens: int
     new_tokens: int
+    seconds: float = 0.0
 
 
 class First(msgspec.Struct, frozen=True):
@@ -90,6 +97,8 @@ class Bench:
 
     def run(self, request: Request) -> Answer:
         """Generate; says when all rows have a token."""
+        if request.head == "server" and not request.groups:
+            return _as_it_likes(self.model(1), request)
         if request.head == "server":
             return asyncio.run(_grouped(self.model(1), request))
         return _with_barrier(self.model(request.groups), request)
@@ -124,29 +133,64 @@ def _with_barrier(model: Any, request: Request) -> Answer:
     return Answer(began_s, [clock.times] * request.batch, new)
 
 
+class _Notes:
+    """The tokens of all rows and when they came; says when every row has one."""
+
+    def __init__(self, request: Request) -> None:
+        self.began_s = time.perf_counter()
+        self._until_s = self.began_s + (request.seconds or inf)
+        self._times_s: list[list[float]] = [[] for _ in range(request.batch)]
+        self._tokens: list[list[int]] = [[] for _ in range(request.batch)]
+        self._left = set(range(request.batch))
+
+    def take(self, row: int, token: int) -> bool:
+        """Note one; whether there is time for more."""
+        now_s = time.perf_counter()
+        self._times_s[row].append(now_s)
+        self._tokens[row].append(token)
+        if row in self._left:
+            self._left.remove(row)
+            if not self._left:
+                _say(First(now_s))
+        return now_s < self._until_s
+
+    def answer(self) -> Answer:
+        """All of it."""
+        return Answer(self.began_s, self._times_s, self._tokens)
+
+
+def _as_it_likes(model: Any, request: Request) -> Answer:
+    """A batch as `generate` sends it, with as many micro-batches as the client chooses."""
+    ids = prompts(request.batch, request.prompt_tokens, model.config.vocab_size)
+    rows = tuple(ids.tolist())
+    samplings = (Sampling(budget=request.new_tokens),) * len(rows)
+    call = Call(Strand(0, rows, samplings), Packing.of(*ids.shape, None), None)
+    notes = _Notes(request)
+    with contextlib.closing(model.stream_tokens(call, None)) as stream:
+        for tokens in stream:
+            more = [notes.take(token.row, token.id) for token in tokens]
+            if not all(more):
+                break
+    return notes.answer()
+
+
 async def _grouped(model: Any, request: Request) -> Answer:
     ids = prompts(request.batch, request.prompt_tokens, model.config.vocab_size).tolist()
-    times_s: list[list[float]] = [[] for _ in ids]
-    tokens: list[list[int]] = [[] for _ in ids]
-    left = set(range(len(ids)))
-    began_s = time.perf_counter()
+    notes = _Notes(request)
 
     async def follow(rows: range) -> None:
         sampling = [Sampling(budget=request.new_tokens)] * len(rows)
-        async for token in model.decode([ids[row] for row in rows], sampling):
-            row = rows[token.row]
-            times_s[row].append(time.perf_counter())
-            tokens[row].append(token.id)
-            if row in left:
-                left.remove(row)
-                if not left:
-                    _say(First(times_s[row][0]))
+        stream = model.decode([ids[row] for row in rows], sampling)
+        async with contextlib.aclosing(stream):
+            async for token in stream:
+                if not notes.take(rows[token.row], token.id):
+                    break
 
     bounds = [request.batch * group // request.groups for group in range(request.groups + 1)]
     async with asyncio.TaskGroup() as tasks:
         for start, stop in zip(bounds, bounds[1:], strict=False):
             tasks.create_task(follow(range(start, stop)))
-    return Answer(began_s, times_s, tokens)
+    return notes.answer()
 
 
 def main() -> None:
