@@ -22,6 +22,7 @@ from bloombee.core import SessionId
 from bloombee.errors import BloomBeeError, PeerStopping, RequestError
 from bloombee.kv.interface import KVPool
 from bloombee.server.forward import Failure, Run, run_pass, typed
+from bloombee.server.recent_load import RecentLoad
 from bloombee.server.scheduler import Budget, Scheduler, Share
 from bloombee.server.work import Model, Outcome, StepWork, Waiting
 from bloombee.telemetry import now_us
@@ -85,6 +86,7 @@ class Executor:
         self._closed = False
         self._stopping = False
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._load = RecentLoad(now_us())
         self._thread = threading.Thread(target=self._run, name="compute", daemon=True)
 
     # On the event loop ---------------------------------------------------------
@@ -135,6 +137,10 @@ class Executor:
     async def free_tokens(self) -> int:
         """Tokens that no session has reserved."""
         return await self.call(lambda pool: pool.free_tokens)
+
+    async def busy_share(self) -> float:
+        """The share of the last seconds in which it computed."""
+        return await self.call(lambda _: self._load.share(now_us()))
 
     def free(self, session: SessionId) -> asyncio.Future[None]:
         """Give a session's KV back, now; the future is done when it is.
@@ -217,6 +223,7 @@ class Executor:
                 run.waiting.queue_us = started_us - run.waiting.arrived_us
         failures = self._compute(runs)
         spent_us = now_us() - started_us
+        self._load.note(started_us, spent_us)
         for run in runs:
             run.waiting.compute_us += spent_us
         self._settle(runs, failures)

@@ -2,7 +2,8 @@
 
 Two cores can't show three busy stages. Paced ones can: each computes a decode pass at
 full speed, then sleeps until it has taken `pace` times the least processor time that a
-pass of so many rows has needed so far: what disturbs one pass disturbs no figure.
+pass of its kind has needed so far: what disturbs one pass disturbs no figure. Of a kind are
+passes of as many rows through as many blocks, with about as much context.
 What they show of overlap is real, and all of them together stay within the machine.
 Passes of prompts are not slowed: what is measured comes after them.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -57,6 +59,22 @@ def read_diary(file: Path) -> list[Pass]:
     return [msgspec.json.decode(line, type=Pass) for line in whole.splitlines()]
 
 
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    rows: int
+    blocks: int
+    choices: int
+    context_bits: int
+
+
+def _kind(runs: Sequence[Run]) -> _Kind:
+    work = [run.waiting.work for run in runs]
+    context = sum(sum(each.table.first_positions) for each in work)
+    choices = sum(len(each.choosers) for each in work)
+    rows = sum(run.tokens for run in runs)
+    return _Kind(rows, len(work[0].span), choices, context.bit_length())
+
+
 class PacedExecutor(Executor):
     """Takes `pace` times as long for a decode pass as it needs; notes all passes in `diary`."""
 
@@ -72,7 +90,7 @@ class PacedExecutor(Executor):
         super().__init__(model, pool, settings)
         self._pace = pace
         self._diary = diary
-        self._least_us: dict[int, int] = {}
+        self._least_us: dict[_Kind, int] = {}
         self._never = threading.Event()
 
     async def stop(self, deadline_s: float) -> None:
@@ -88,7 +106,8 @@ class PacedExecutor(Executor):
         prompts = sum(run.tokens for run in runs if run.waiting.item.is_prompt)
         rest = sum(run.tokens for run in runs) - prompts
         if not prompts:
-            needed_us = self._least_us[rest] = min(needed_us, self._least_us.get(rest, needed_us))
+            kind = _kind(runs)
+            needed_us = self._least_us[kind] = min(needed_us, self._least_us.get(kind, needed_us))
         left_us = started_us + self._pace * needed_us - now_us()
         if self._pace > 1 and not prompts and left_us > 0:
             self._never.wait(left_us / 1e6)
