@@ -48,7 +48,7 @@ def _text(value: str) -> str:
 
 
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
-CodecName = Literal["raw", "split"]
+CodecName = Literal["auto", "raw", "split"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 Prompt = Annotated[str, AfterValidator(_text), Flag(positional=True)]

@@ -164,9 +164,9 @@ class ServerSettings(ListenSettings):
     drain: bool = Field(default=False, description=DRAIN_HELP)
     pid: PositiveInt | None = Field(default=None, description=PID_HELP)
     codec: CodecName = Field(
-        default="raw",
-        description="how activations are sent on: raw, or split (lossless compression, for links "
-        "below about 4 Gbit/s)",
+        default="auto",
+        description="how activations are sent on: raw, split (lossless compression), or auto, "
+        "whichever brings them there sooner as measured of each link",
     )
     pace: float = Field(
         default=1.0,

@@ -31,6 +31,7 @@ from bloombee.server.sessions import Refused, Session
 from bloombee.server.steps import Steps
 from bloombee.server.throttle import Throttle
 from bloombee.swarm.connection import Connection
+from bloombee.swarm.measured import MeasuredLink, answer
 
 logger = logging.getLogger(__name__)
 
@@ -122,8 +123,7 @@ class _ClientStream:
             await asyncio.sleep(delay_s)
         match message:
             case Beat():
-                self._number = message.number
-                await self._beat(session)
+                await self._answer(session, message)
             case Replay():
                 self._parts.steps.replay(session, message)
             case Open():
@@ -134,6 +134,18 @@ class _ClientStream:
                 logger.debug("client %s: %s", session.owner, message.message)
             case _:
                 pass
+
+    async def _answer(self, session: Session, beat: Beat) -> None:
+        """Answer a beat, or take the client's answer to ours; and ask the client in turn."""
+        link = MeasuredLink(self._client, session.id, self._parts.sending.estimator(session))
+        if beat.heard_us:
+            link.heard(beat)
+            return
+        self._number = beat.number
+        session.client_is_timed = beat.sent_us > 0
+        await self._client.send(answer(beat, session.sent_step))
+        if session.rows_told:
+            await link.beat()
 
     async def _beat(self, session: Session) -> None:
         await self._client.send(Beat(session.id, self._number, session.sent_step))

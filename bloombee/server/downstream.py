@@ -10,8 +10,8 @@ import asyncio
 import logging
 from dataclasses import dataclass
 
-from bloombee.core import SessionId
 from bloombee.errors import BloomBeeError, HopLost, ProtocolError, TransportError
+from bloombee.planner.neighbours import Neighbours
 from bloombee.protocol.failures import to_error
 from bloombee.protocol.messages import Attach, Attached, Beat, Failed, Hop
 from bloombee.protocol.pulse import Pulse
@@ -21,6 +21,7 @@ from bloombee.server.sending import Sending
 from bloombee.server.sessions import Session
 from bloombee.server.tasks import BackgroundTasks
 from bloombee.swarm.connection import Connection, ConnectionSettings, Signer
+from bloombee.swarm.measured import MeasuredLink
 from bloombee.swarm.warming import Warmer
 from bloombee.transport.interface import Dialer, Endpoint
 
@@ -43,6 +44,7 @@ class LinkParts:
     identity: Signer
     dialer: Dialer
     connection_settings: ConnectionSettings
+    neighbours: Neighbours
     sending: Sending
     tasks: BackgroundTasks
 
@@ -65,10 +67,13 @@ class Downstream:
         attach = Attach(session.id, session.secret, epoch, ring=onward.ring)
         try:
             link = await self._connect(onward, attach)
+            pulse = Pulse(SILENCE_S, asyncio.get_running_loop().time())
+            estimator = self._parts.neighbours.estimator(link.remote)
+            measured = MeasuredLink(link, session.id, estimator, pulse)
             try:
-                onward.stands(link)
-                await self._watch(onward, link, session.id)
+                await self._watch(onward, measured, pulse)
             finally:
+                measured.forget()
                 self._close(link)
         except HopLost as error:
             onward.lose(error)
@@ -96,12 +101,16 @@ class Downstream:
         """End a link without waiting for a next stage that may hear nothing."""
         self._parts.tasks.start(link.close(), "closing the link to a next stage")
 
-    async def _watch(self, onward: Onward, link: Connection, session: SessionId) -> None:
-        """Exchange signs of life until the link is lost; then raise HopLost."""
-        pulse = Pulse(SILENCE_S, asyncio.get_running_loop().time())
+    async def _watch(self, onward: Onward, link: MeasuredLink, pulse: Pulse) -> None:
+        """Exchange signs of life until the link is lost; then raise HopLost.
+
+        Steps may be sent once the first has gone, which measures an idle link.
+        """
         try:
+            await link.beat()
+            onward.stands(link)
             async with asyncio.TaskGroup() as group:
-                group.create_task(_beat(session, onward, link, pulse))
+                group.create_task(_beat(onward, link))
                 await _listen(link, pulse)
         except* TimeoutError:
             raise HopLost(f"{onward} took no step for {SEND_DEADLINE_S:g} s") from None
@@ -125,20 +134,20 @@ async def _attach(link: Connection, attach: Attach) -> None:
         raise ProtocolError(f"it answered {type(received[0]).__name__}")
 
 
-async def _beat(session: SessionId, onward: Onward, link: Connection, pulse: Pulse) -> None:
+async def _beat(onward: Onward, link: MeasuredLink) -> None:
     """Send signs of life, for as long as the next stage takes what is sent."""
     while True:
         await asyncio.sleep(BEAT_S)
-        number = pulse.beat(link.counters.bytes_sent)
         async with asyncio.timeout(SEND_DEADLINE_S):
-            await link.send(Beat(session, number))
+            await link.beat()
+            await link.probe()
         if asyncio.get_running_loop().time() - onward.sending_since_s > SEND_DEADLINE_S:
             raise TimeoutError
 
 
-async def _listen(link: Connection, pulse: Pulse) -> None:
+async def _listen(measured: MeasuredLink, pulse: Pulse) -> None:
     """Take what the next stage says; raises when it says nothing for too long, or leaves."""
-    clock = asyncio.get_running_loop().time
+    clock, link = asyncio.get_running_loop().time, measured.connection
     while True:
         wait_s = max(0.0, pulse.lost_at_s(link.counters.bytes_sent) - clock())
         try:
@@ -154,3 +163,5 @@ async def _listen(link: Connection, pulse: Pulse) -> None:
         if isinstance(message, Failed):
             raise to_error(message)
         pulse.heard(clock(), message.number if isinstance(message, Beat) else 0)
+        if isinstance(message, Beat):
+            measured.heard(message)

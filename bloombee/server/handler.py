@@ -28,6 +28,7 @@ from bloombee.server.handover import HandOvers
 from bloombee.server.hop_stream import HopStreams
 from bloombee.server.throttle import Throttle
 from bloombee.swarm.connection import Connection, ConnectionSettings, Signer, accept
+from bloombee.swarm.measured import answer
 from bloombee.transport.interface import Stream
 
 logger = logging.getLogger(__name__)
@@ -107,8 +108,8 @@ class Handler:
                 await self._parts.hops.serve(connection, message)
             case Fetch():
                 await self._parts.hand_overs.serve(connection, message)
-            case Beat(session, number):
-                await connection.send(Beat(session, number))
+            case Beat():
+                await connection.send(answer(message))
             case Close(session):
                 await connection.send(Closed(session))
             case _:

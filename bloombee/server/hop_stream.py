@@ -18,6 +18,7 @@ from bloombee.server.sending import Sending
 from bloombee.server.sessions import Session, Sessions
 from bloombee.server.steps import Steps
 from bloombee.swarm.connection import Connection
+from bloombee.swarm.measured import answer
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +97,7 @@ class HopStreams:
                     if not session.window.may_read:
                         await self._hold(session, upstream)
                 elif isinstance(message, Beat):
-                    await upstream.send(Beat(session.id, message.number, session.sent_step))
+                    await upstream.send(answer(message, session.sent_step))
                 elif isinstance(message, Failed):
                     logger.debug("the stage before us: %s", message.message)
         except ProtocolError as error:

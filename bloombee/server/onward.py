@@ -7,7 +7,7 @@ import math
 
 from bloombee.errors import HopLost
 from bloombee.protocol.messages import Hop
-from bloombee.swarm.connection import Connection
+from bloombee.swarm.measured import MeasuredLink
 
 
 class Onward:
@@ -19,7 +19,7 @@ class Onward:
     def __init__(self, hop: Hop, *, ring: bool = False) -> None:
         self.hop = hop
         self.ring = ring
-        self.link: Connection | None = None
+        self.link: MeasuredLink | None = None
         self.lost: HopLost | None = None
         self.sending_since_s = math.inf
         """Since when a step has been going out; infinite while none is."""
@@ -29,7 +29,7 @@ class Onward:
         which = "first" if self.ring else "next"
         return f"the {which} stage, {self.hop.address or self.hop.peer}"
 
-    def stands(self, link: Connection) -> None:
+    def stands(self, link: MeasuredLink) -> None:
         """That stage takes steps from now on."""
         self.link = link
         self._settled.set()
@@ -40,7 +40,7 @@ class Onward:
         self.lost = error
         self._settled.set()
 
-    async def wait(self) -> Connection:
+    async def wait(self) -> MeasuredLink:
         """The link, once it stands; raises HopLost."""
         await self._settled.wait()
         if self.link is None:

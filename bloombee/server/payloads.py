@@ -15,20 +15,21 @@ import torch
 from jaxtyping import Float, Shaped
 
 from bloombee import compression
+from bloombee.planner.link_control import RAW, SPLIT, CodecRecord
 from bloombee.protocol.messages import Payload, WireDtype
+from bloombee.telemetry import now_us
 
 T = TypeVar("T")
 
-RAW = "raw"
 INLINE_BYTES = 128 << 10
 POOL_THREADS = 1
 
 
 class Payloads:
-    """Encodes and decodes with `codec` for what we send, and any codec for what we get."""
+    """Encodes and decodes; what that does and takes is noted in `record`."""
 
-    def __init__(self, codec: str = RAW) -> None:
-        self._codec = codec
+    def __init__(self, record: CodecRecord) -> None:
+        self._record = record
         self._pool = ThreadPoolExecutor(POOL_THREADS, thread_name_prefix="codec")
 
     def close(self) -> None:
@@ -36,13 +37,27 @@ class Payloads:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     async def encode(
-        self, rows: Float[torch.Tensor, "R D"], dtype: WireDtype
+        self, rows: Float[torch.Tensor, "R D"], dtype: WireDtype, codec: str = RAW
     ) -> tuple[Payload, compression.Buffer]:
         """The description and bytes of host rows, which already have `dtype`."""
-        codec, body = await self._run(
-            self._codec, rows.nbytes, lambda: compression.encode(rows, self._codec)
-        )
-        return Payload("rows", dtype, rows.shape[0], rows.shape[1], codec), body
+        if codec == RAW:
+            used, body = compression.encode(rows, codec)
+        else:
+            used, body = await self._run(
+                codec, rows.nbytes, lambda: self._coded(rows, dtype, codec)
+            )
+        return Payload("rows", dtype, rows.shape[0], rows.shape[1], used), body
+
+    def _coded(
+        self, rows: Float[torch.Tensor, "R D"], dtype: WireDtype, codec: str
+    ) -> tuple[str, compression.Buffer]:
+        began_us = now_us()
+        used, body = compression.encode(rows, codec)
+        if used == SPLIT:
+            ended_us, size = now_us(), memoryview(body).nbytes
+            took_s = (ended_us - began_us) / 1e6
+            self._record.encoded(dtype, rows.nbytes, size, took_s, ended_us / 1e6)
+        return used, body
 
     def is_quick(self, payload: Payload, body: memoryview) -> bool:
         """Whether decoding it costs next to nothing."""
@@ -50,20 +65,20 @@ class Payloads:
 
     def decode_now(self, payload: Payload, body: memoryview) -> Shaped[torch.Tensor, "T W"]:
         """As `decode`, for what is quick."""
-        return compression.decode(body, payload.codec, payload.dtype, payload.rows, payload.width)
+        began_us = now_us()
+        rows = compression.decode(body, payload.codec, payload.dtype, payload.rows, payload.width)
+        if payload.codec == SPLIT and rows.nbytes:
+            ended_us = now_us()
+            took_s = (ended_us - began_us) / 1e6
+            self._record.decoded(payload.dtype, rows.nbytes, took_s, ended_us / 1e6)
+        return rows
 
     async def decode(self, payload: Payload, body: memoryview) -> Shaped[torch.Tensor, "T W"]:
         """The rows or ids that `payload` describes; they may share memory with `body`.
 
         Raises ProtocolError when they don't fit, Unsupported for an unknown codec.
         """
-        return await self._run(
-            payload.codec,
-            body.nbytes,
-            lambda: compression.decode(
-                body, payload.codec, payload.dtype, payload.rows, payload.width
-            ),
-        )
+        return await self._run(payload.codec, body.nbytes, lambda: self.decode_now(payload, body))
 
     async def _run(self, codec: str, count_bytes: int, work: Callable[[], T]) -> T:
         if _is_quick(codec, count_bytes):

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import msgspec
 import torch
@@ -21,13 +22,16 @@ from jaxtyping import Float
 from bloombee.compression import Buffer
 from bloombee.core import PeerId
 from bloombee.errors import BloomBeeError, DeadlineExceeded, HopLost, RequestError, TransportError
+from bloombee.planner.neighbours import Neighbours, Rows
 from bloombee.protocol.failures import to_message
+from bloombee.protocol.link_estimate import LEAST_BYTES, LinkEstimator
 from bloombee.protocol.messages import AnyMessage, Operations, Output, Step, Timing
 from bloombee.server.looping import Tokens
 from bloombee.server.onward import Onward
 from bloombee.server.payloads import Payloads
 from bloombee.server.sessions import Asked, Finished, Outgoing, Refused, Session
-from bloombee.telemetry import Registry, now_us
+from bloombee.swarm.measured import MeasuredLink
+from bloombee.telemetry import Registry, loop_us, now_us
 
 logger = logging.getLogger(__name__)
 
@@ -36,15 +40,31 @@ Loop = Callable[[Session, Step, bytes, float], None]
 """Takes the next step of a loop that this stage closes by itself, its ids, and its end."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendingParts:
+    """What sending takes. `neighbours` says how rows go where, and measures that."""
+
+    peer: PeerId
+    payloads: Payloads
+    neighbours: Neighbours
+    telemetry: Registry
+    loop: Loop
+
+
 class Sending:
     """Sends on what comes of steps."""
 
-    def __init__(self, peer: PeerId, payloads: Payloads, telemetry: Registry, loop: Loop) -> None:
-        self._peer = peer
-        self._payloads = payloads
-        self._loop = loop
-        self._replayed = telemetry.counter("replayed_tokens")
-        self._chosen = telemetry.counter("tokens_chosen")
+    def __init__(self, parts: SendingParts) -> None:
+        self._peer = parts.peer
+        self._payloads = parts.payloads
+        self._neighbours = parts.neighbours
+        self._loop = parts.loop
+        self._replayed = parts.telemetry.counter("replayed_tokens")
+        self._chosen = parts.telemetry.counter("tokens_chosen")
+
+    def estimator(self, session: Session) -> LinkEstimator:
+        """What is measured of the way to the session's client."""
+        return self._neighbours.estimator(session.owner)
 
     async def run(self, session: Session) -> None:
         """Send on whatever comes, for as long as the epoch lasts."""
@@ -91,7 +111,12 @@ class Sending:
             return False
         session.telling_since_s = session.clock()
         try:
-            await client.send(message, body)
+            if len(body) >= LEAST_BYTES and session.client_is_timed:
+                session.rows_told = True
+                link = MeasuredLink(client, session.id, self.estimator(session))
+                await link.send(message, body)
+            else:
+                await client.send(message, body)
         except RequestError:
             raise
         except BloomBeeError as error:
@@ -135,7 +160,9 @@ class Sending:
         ends_here = step.replay and step.until == session.context.terms.span.end
         if ends_here:
             rows = rows[:0]
-        payload, body = await self._payloads.encode(rows, session.wire_dtype)
+        there = session.onward if not ends_here else None
+        codec = self._codec(session, there, step.phase, rows, item.told.outcome.compute_us / 1e6)
+        payload, body = await self._payloads.encode(rows, session.wire_dtype, codec)
         timings = step.timings
         if step.trace:
             timings = (*timings, self._timing(item, started_us))
@@ -193,7 +220,8 @@ class Sending:
         except BloomBeeError as error:
             held.broken = held.broken or str(error)
             raise
-        payload, body = await self._payloads.encode(rows, session.wire_dtype)
+        codec = self._codec(session, session.onward, "prefill", rows)
+        payload, body = await self._payloads.encode(rows, session.wire_dtype, codec)
         step = Step(
             session=session.id,
             epoch=replay.epoch,
@@ -214,6 +242,24 @@ class Sending:
         )
         await self._push(session, session.onward, step, body)
         self._replayed.add(item.table.tokens)
+
+    def _codec(
+        self,
+        session: Session,
+        onward: Onward | None,
+        phase: str,
+        rows: Float[torch.Tensor, "R D"],
+        compute_s: float = 0.0,
+    ) -> str:
+        """How rows travel to the next stage, or (None) to the client."""
+        peer = session.owner if onward is None else onward.hop.peer
+        about = Rows(
+            phase=phase, raw_bytes=rows.nbytes, dtype=session.wire_dtype, compute_s=compute_s
+        )
+        choice = self._neighbours.choose(peer, about, loop_us())
+        if choice.is_new:
+            logger.info("%s rows to %s go %s: %s", phase, peer[-8:], choice.codec, choice.reason)
+        return choice.codec
 
     async def _push(
         self, session: Session, onward: Onward | None, step: Step, body: Buffer

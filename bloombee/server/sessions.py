@@ -124,6 +124,10 @@ class Session:
         self.outbox: asyncio.Queue[Outgoing] = asyncio.Queue()
         self.tasks: dict[asyncio.Task[None], None] = {}
         self.mail = Mail()
+        self.client_is_timed = False
+        """Whether the client times its beats, and so answers ours."""
+        self.rows_told = False
+        """Whether rows go to it, so that its way is worth measuring."""
         self.stages = opening.stages
         self.background = opening.background
         self.onward = None if opening.next is None else Onward(opening.next)
@@ -138,11 +142,6 @@ class Session:
     def is_last(self) -> bool:
         """Whether no stage comes after this one."""
         return self.onward is None
-
-    @property
-    def downstream(self) -> Connection | None:
-        """The link to the next stage, while it stands."""
-        return None if self.onward is None else self.onward.link
 
     @property
     def is_first(self) -> bool:
@@ -161,8 +160,9 @@ class Session:
     @property
     def streams(self) -> list[Connection]:
         """Those that it has now."""
-        links = (self.client, self.upstream, self.looped, *(way.link for way in self.ways))
-        return [link for link in links if link is not None]
+        links = (self.client, self.upstream, self.looped)
+        onward = [way.link.connection for way in self.ways if way.link is not None]
+        return [link for link in links if link is not None] + onward
 
     def is_fed_by(self, link: Connection) -> bool:
         """Whether `link` is a stream of another stage from which steps are taken."""

@@ -16,6 +16,7 @@ from functools import partial
 from bloombee import __version__
 from bloombee.errors import BloomBeeError, PeerStopping
 from bloombee.kv.interface import KVPool
+from bloombee.planner.neighbours import AUTO, Neighbours
 from bloombee.protocol.failures import to_message
 from bloombee.protocol.messages import Describe, Description
 from bloombee.server.admission import Admission
@@ -32,7 +33,7 @@ from bloombee.server.live_rows import LiveRows
 from bloombee.server.openings import OpeningParts, Openings
 from bloombee.server.payloads import Payloads
 from bloombee.server.prefixes import Prefixes, PrefixParts
-from bloombee.server.sending import Sending
+from bloombee.server.sending import Sending, SendingParts
 from bloombee.server.sessions import Session, Sessions
 from bloombee.server.steps import StepParts, Steps
 from bloombee.server.tasks import BackgroundTasks
@@ -40,7 +41,7 @@ from bloombee.server.throttle import Throttle
 from bloombee.server.validation import Limits, Offer
 from bloombee.server.work import Model
 from bloombee.swarm.connection import ConnectionSettings, Signer
-from bloombee.telemetry import Registry, Stopwatch
+from bloombee.telemetry import Registry, Stopwatch, loop_us
 from bloombee.transport.interface import Dialer, Endpoint, Listener
 
 logger = logging.getLogger(__name__)
@@ -62,7 +63,7 @@ class StageParts:
     pool: KVPool
     offer: Offer
     model_name: str = ""
-    codec: str = "raw"
+    codec: str = AUTO
     certificate_hash: bytes = b""
     limits: Limits = field(default_factory=Limits)
     executor_settings: ExecutorSettings = field(default_factory=ExecutorSettings)
@@ -78,7 +79,8 @@ class StageServer:
         self.executor = parts.make_executor(parts.model, parts.pool, parts.executor_settings)
         self.sessions = Sessions(parts.limits)
         self._parts = parts
-        self._payloads = Payloads(parts.codec)
+        self._neighbours = Neighbours(parts.codec)
+        self._payloads = Payloads(self._neighbours.record)
         self._uptime = Stopwatch()
         self._tasks = BackgroundTasks()
         self.admission = Admission(self.executor, parts.pool, parts.limits)
@@ -106,7 +108,15 @@ class StageServer:
                 tasks=self._tasks,
             )
         )
-        sending = Sending(parts.identity.peer_id, self._payloads, self.telemetry, self._steps.loop)
+        sending = Sending(
+            SendingParts(
+                peer=parts.identity.peer_id,
+                payloads=self._payloads,
+                neighbours=self._neighbours,
+                telemetry=self.telemetry,
+                loop=self._steps.loop,
+            )
+        )
         self.openings = self._openings(sending)
         self._handler = Handler(
             HandlerParts(
@@ -135,6 +145,7 @@ class StageServer:
                 identity=parts.identity,
                 dialer=parts.dialer,
                 connection_settings=parts.connection_settings,
+                neighbours=self._neighbours,
                 sending=sending,
                 tasks=self._tasks,
             )
@@ -220,7 +231,7 @@ class StageServer:
 
         Raises PeerStopping once it has stopped.
         """
-        parts = self._parts
+        parts, asked = self._parts, asked or Describe()
         return Description(
             peer=parts.identity.peer_id,
             version=__version__,
@@ -240,6 +251,7 @@ class StageServer:
             prefix_bytes=self.prefixes.store.held_bytes,
             prefix_hits=self.prefixes.hits,
             prefix_tokens_saved=self.prefixes.tokens_saved,
+            links=self._neighbours.reports(loop_us()) if "links" in asked.topics else (),
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from time import perf_counter, perf_counter_ns, thread_time_ns
 
 
@@ -13,6 +14,15 @@ def now_s() -> float:
 def now_us() -> int:
     """Microseconds on the monotonic clock."""
     return perf_counter_ns() // 1000
+
+
+def loop_us() -> int:
+    """Microseconds on the clock of the running loop, or of a loop that rounds its own: on ours.
+
+    Both run at the same pace; a loop of the tests may have a time of its own.
+    """
+    loop = asyncio.get_running_loop()
+    return int(loop.time() * 1e6) if isinstance(loop, asyncio.BaseEventLoop) else now_us()
 
 
 def cpu_us() -> int:
