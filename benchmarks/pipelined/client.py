@@ -162,9 +162,9 @@ class _Notes:
 def _as_it_likes(model: Any, request: Request) -> Answer:
     """A batch as `generate` sends it, with as many micro-batches as the client chooses."""
     ids = prompts(request.batch, request.prompt_tokens, model.config.vocab_size)
-    rows = tuple(ids.tolist())
+    rows, columns = tuple(ids.tolist()), request.prompt_tokens
     samplings = (Sampling(budget=request.new_tokens),) * len(rows)
-    call = Call(Strand(0, rows, samplings), Packing.of(*ids.shape, None), None)
+    call = Call(Strand(0, rows, samplings), Packing.of(len(rows), columns, None), None)
     notes = _Notes(request)
     with contextlib.closing(model.stream_tokens(call, None)) as stream:
         for tokens in stream:
