@@ -105,16 +105,27 @@ class ClientSwarm:
 
     def add(self, span: Span, identity: Identity | None = None) -> StageServer:
         """Start one more stage, or another of the same `identity`."""
-        identity = identity or Identity.load_or_create(None)
-        stage = StageServer(
+        stage = self.build(self.load(span), identity or Identity.load_or_create(None))
+        self.loop.run(stage.start())
+        self.stages.append(stage)
+        return stage
+
+    def load(self, span: Span) -> SpanModel:
+        """The weights of a stage."""
+        return SpanModel.load_with_ends(
+            self.source, span, dtype=self.dtype, device="cpu", progress=False
+        )
+
+    def build(self, model: SpanModel, identity: Identity) -> StageServer:
+        """A stage that is not started, nor one of `stages`."""
+        span = model.span
+        return StageServer(
             StageParts(
                 identity=identity,
                 codec=self.size.codec,
                 listener=self.network.listener(identity.peer_id),
                 dialer=self.network.dialer(identity.peer_id),
-                model=SpanModel.load_with_ends(
-                    self.source, span, dtype=self.dtype, device="cpu", progress=False
-                ),
+                model=model,
                 pool=make_pool(
                     self.source.kv_shape(span, self.dtype, "cpu"),
                     self.size.kv_tokens,
@@ -138,9 +149,6 @@ class ClientSwarm:
                 ),
             )
         )
-        self.loop.run(stage.start())
-        self.stages.append(stage)
-        return stage
 
     # Faults ------------------------------------------------------------------------------
 

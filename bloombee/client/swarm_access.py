@@ -34,7 +34,7 @@ from bloombee.errors import (
     VersionMismatch,
 )
 from bloombee.planner.recovery import PeerHealth, doubled
-from bloombee.swarm.view import SwarmSnapshot
+from bloombee.swarm.view import SERVING, SwarmSnapshot
 from bloombee.swarm.warming import Warmer
 from bloombee.transport.interface import Endpoint
 
@@ -244,6 +244,9 @@ class SwarmAccess:
                 f"the DHT did not answer within {self.settings.connect_s:g} s; "
                 "check that an initial peer still runs"
             ) from None
+        if self._seen is not None:
+            for peer in _renewed(self._seen[1], snapshot):
+                self.health.worked(peer)
         self._seen = (looked_s, snapshot)
         return snapshot
 
@@ -268,6 +271,16 @@ def _may_pass(error: BloomBeeError) -> bool:
     """Whether another server, or this one later, could do what failed here."""
     garbled = isinstance(error, ProtocolError) and not isinstance(error, VersionMismatch)
     return error.retry or garbled
+
+
+def _renewed(before: SwarmSnapshot, after: SwarmSnapshot) -> list[PeerId]:
+    """Peers that are online now and were something else: they have moved, or begun anew."""
+    known = {record.peer: (record.span, record.state) for record in before.records}
+    return [
+        record.peer
+        for record in after.select(states=SERVING).records
+        if known.get(record.peer, (record.span, record.state)) != (record.span, record.state)
+    ]
 
 
 def _endpoints(snapshot: SwarmSnapshot, peer: PeerId) -> tuple[Endpoint, ...]:

@@ -89,6 +89,24 @@ class ServerSettings(ListenSettings):
         default=None,
         description="how many blocks to serve, where the swarm covers least; else all that fit",
     )
+    pin: bool = Field(
+        default=False,
+        description="stay with the blocks chosen at the start, whatever the swarm lacks later; "
+        "--blocks does so too",
+    )
+    rebalance_s: float = Field(
+        default=30.0,
+        ge=1,
+        allow_inf_nan=False,
+        description="how often to look whether other blocks would serve the swarm better",
+    )
+    move_gain: float = Field(
+        default=0.2,
+        gt=0,
+        allow_inf_nan=False,
+        description="move only if the swarm's throughput grows by more than this share, or to "
+        "blocks that nobody holds",
+    )
     port: Port = Field(
         default=0, description="port of the data connections (gRPC); 0 takes a free one"
     )

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Coroutine
 from dataclasses import replace
-from typing import Self
+from typing import Any, Self
 
 from bloombee.errors import BloomBeeError, StepFailed
 from bloombee.protocol.text import one_line
@@ -31,9 +32,20 @@ class Membership:
 
     def __init__(self, node: SwarmNode, drain_s: float) -> None:
         self.node = node
-        self.stage: StageServer | None = None
         self.online: ServerRecord | None = None
+        self._stage: StageServer | None = None
+        self._changed = asyncio.Event()
         self._drain_s = drain_s
+
+    @property
+    def stage(self) -> StageServer | None:
+        """What serves now; None before that, and between two stages."""
+        return self._stage
+
+    @stage.setter
+    def stage(self, stage: StageServer | None) -> None:
+        self._stage = stage
+        self._changed.set()
 
     async def __aenter__(self) -> Self:
         return self
@@ -51,21 +63,38 @@ class Membership:
         except TimeoutError:
             logger.warning("stopped before everything had ended")
 
-    async def ended(self, stage: StageServer) -> BloomBeeError:
-        """Wait until the server can't go on; returns why, in one line."""
+    async def ended(
+        self, beside: Coroutine[Any, Any, BloomBeeError] | None = None
+    ) -> BloomBeeError:
+        """Wait until the server can't go on; returns why, in one line.
+
+        That may also be what `beside`, which runs meanwhile, returns.
+        """
         async with asyncio.TaskGroup() as group:
-            lost = group.create_task(self.node.lost())
-            failed = group.create_task(stage.failed())
-            await asyncio.wait((lost, failed), return_when=asyncio.FIRST_COMPLETED)
-            lost.cancel()
-            failed.cancel()
-        if lost.done() and not lost.cancelled():
-            return lost.result()
-        bug = failed.result()
-        return StepFailed(
-            f"stopped after a bug: {type(bug).__name__}: {one_line(str(bug))}; the log above says "
-            "where; start the server again"
-        )
+            reasons = [group.create_task(self.node.lost()), group.create_task(self._failed())]
+            if beside is not None:
+                reasons.append(group.create_task(beside))
+            await asyncio.wait(reasons, return_when=asyncio.FIRST_COMPLETED)
+            for reason in reasons:
+                reason.cancel()
+        return next(reason.result() for reason in reasons if not reason.cancelled())
+
+    async def _failed(self) -> BloomBeeError:
+        """Wait for a bug in the stage, whichever it is by then."""
+        while True:
+            self._changed.clear()
+            async with asyncio.TaskGroup() as group:
+                changed = group.create_task(self._changed.wait())
+                waited: set[asyncio.Task[Any]] = {changed}
+                if self._stage is not None:
+                    waited.add(group.create_task(self._stage.failed()))
+                await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+                for task in waited:
+                    task.cancel()
+            waited.discard(changed)
+            for failed in waited:
+                if not failed.cancelled():
+                    return _stopped(failed.result())
 
     async def _drain(self, stage: StageServer) -> None:
         """Tell swarm and clients that we leave, and let the sessions go."""
@@ -87,3 +116,10 @@ class Membership:
             await self.node.close()
         except BloomBeeError as error:
             logger.warning("while leaving the swarm: %s", error)
+
+
+def _stopped(bug: Exception) -> StepFailed:
+    return StepFailed(
+        f"stopped after a bug: {type(bug).__name__}: {one_line(str(bug))}; the log above says "
+        "where; start the server again"
+    )

@@ -53,6 +53,7 @@ FAREWELL_S = 0.5
 class StageParts:
     """What a stage is made of. `certificate_hash` is that of the listener's certificate.
 
+    A `pinned` one stays with its blocks whatever the swarm lacks.
     `make_executor` builds what computes: a thread, or in tests something that needs none.
     """
 
@@ -69,6 +70,7 @@ class StageParts:
     executor_settings: ExecutorSettings = field(default_factory=ExecutorSettings)
     connection_settings: ConnectionSettings = field(default_factory=ConnectionSettings)
     make_executor: Callable[[Model, KVPool, ExecutorSettings], Executor] = Executor
+    pinned: bool = False
 
 
 class StageServer:
@@ -207,6 +209,10 @@ class StageServer:
         self.openings.refusal = PeerStopping(STOPPING)
         await Draining(self.sessions).run(drain_s)
 
+    def reopen(self) -> None:
+        """Take new sessions again, after all."""
+        self.openings.refusal = None
+
     async def stop(self, grace_s: float) -> None:
         """Tell clients, accept and compute no more, and end what still runs after `grace_s`."""
         self._handler.stop()
@@ -251,6 +257,7 @@ class StageServer:
             prefix_bytes=self.prefixes.store.held_bytes,
             prefix_hits=self.prefixes.hits,
             prefix_tokens_saved=self.prefixes.tokens_saved,
+            pinned=parts.pinned,
             links=self._neighbours.reports(loop_us()) if "links" in asked.topics else (),
         )
 

@@ -77,7 +77,7 @@ def left(world: World, ends_s: float | None = 1.0, drain_s: float = 3.0) -> list
     async def serve() -> None:
         async with Membership(fake, drain_s) as member:
             member.stage, member.online = fake, RECORD
-            raise await member.ended(fake)
+            raise await member.ended()
 
     async def main() -> None:
         async with asyncio.TaskGroup() as group:
