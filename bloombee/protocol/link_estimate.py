@@ -7,10 +7,11 @@ One that follows a step, a mark, comes later by the time that the step occupied 
 
     service = heard - max(heard of the mark before, begin of sending + base)
 
-The way back, which may be busy with something else, plays no part in it. Services are summed
-in chunks, since what one beat was read too late the next one seems to have come too fast,
-and of the last few chunks the second fastest counts: a busy receiver only ever makes a
-link look slow, and one chunk alone, whatever went wrong with it, moves nothing.
+The way back, which may be busy with something else, plays no part in it. A busy receiver reads
+late: a link that was idle then looks slower than it is, so that the fastest of a few
+services counts; on one with a queue, what one mark was read too late the next one seems to
+have come too fast, so that they are summed. Of the last few chunks of services the second fastest
+counts: one alone, whatever went wrong with it, moves nothing.
 No clock in here: times are passed in, in microseconds.
 """
 
@@ -54,6 +55,15 @@ class _Chunk:
     count_bytes: int = 0
     service_us: int = 0
     services: int = 0
+    fastest: float = 0.0
+    """Of its services that found the link idle, in bytes a second."""
+
+    def add(self, count_bytes: int, service_us: int, *, was_idle: bool) -> None:
+        self.count_bytes += count_bytes
+        self.service_us += service_us
+        self.services += 1
+        if was_idle:
+            self.fastest = max(self.fastest, count_bytes / service_us * 1e6)
 
     @property
     def is_full(self) -> bool:
@@ -61,7 +71,7 @@ class _Chunk:
 
     @property
     def bytes_per_s(self) -> float:
-        return self.count_bytes / self.service_us * 1e6
+        return max(self.fastest, self.count_bytes / self.service_us * 1e6)
 
 
 class LinkEstimator:
@@ -168,12 +178,10 @@ class LinkEstimator:
         self._service_us = service_us
         self._measured_us = self._served_us = now_us
         self.samples += 1
-        chunk = self._open
-        chunk.count_bytes += mark.count_bytes
-        chunk.service_us += service_us
-        chunk.services += 1
-        if chunk.is_full:
-            self._chunks.append(chunk)
+        was_idle = start_us > self._last_heard_us
+        self._open.add(mark.count_bytes, service_us, was_idle=was_idle)
+        if self._open.is_full:
+            self._chunks.append(self._open)
             self._open = _Chunk()
 
     # What is known -------------------------------------------------------------------
