@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
+import threading
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
@@ -85,7 +85,7 @@ def _noticed_s(measured: Measured, mbps: float) -> float:
 def _row(options: argparse.Namespace, mbps: float, rtt_ms: float) -> list[str]:
     way = shaped if options.shaped else emulated
     with way(mbps, rtt_ms) as (dialer, set_rate):
-        time.sleep(1.0)
+        threading.Event().wait(1.0)
         seconds = options.seconds
         prompt = _measure(dialer, Burst([PREFILL], 0.1, seconds))
         decode = _measure(dialer, Burst([DECODE], 0.06, seconds))
@@ -101,7 +101,7 @@ def _row(options: argparse.Namespace, mbps: float, rtt_ms: float) -> list[str]:
         every_s = max(0.06, 1.2 * DECODE * 8 / (mbps / DROP * 1e6))
         dropped = _measure(dialer, Burst([DECODE], every_s, 6.0))
         set_rate(mbps)
-        time.sleep(1.0)
+        threading.Event().wait(1.0)
         back = _measure(dialer, Burst([DECODE], 0.06, 3.0))
         noticed = f"{_noticed_s(dropped, mbps / DROP):.1f} / {_noticed_s(back, mbps):.1f}"
         return [*cells, noticed]

@@ -17,11 +17,13 @@ from dataclasses import dataclass
 
 from bloombee.client.ledger import Ledger
 from bloombee.client.links import StageLink
+from bloombee.client.payloads import RowsTo
 from bloombee.client.surroundings import Holder
 from bloombee.client.traffic import Progress
 from bloombee.core import PeerId, Route, Span, Stage
 from bloombee.core.identifiers import SESSION_ID_BYTES
 from bloombee.errors import BloomBeeError, DeadlineExceeded, TransportError
+from bloombee.planner.neighbours import Neighbours
 from bloombee.planner.recovery import Trouble, trouble_of
 from bloombee.protocol.messages import Failed, Leaving, Opened, Output, Source
 from bloombee.transport.interface import Endpoint
@@ -97,13 +99,19 @@ class Circuit:
     """The seats of a session, its epoch, and its streams."""
 
     def __init__(
-        self, seats: list[Seat], ledger: Ledger, tasks: asyncio.TaskGroup, close_s: float
+        self,
+        seats: list[Seat],
+        ledger: Ledger,
+        tasks: asyncio.TaskGroup,
+        close_s: float,
+        neighbours: Neighbours,
     ) -> None:
         self.session = os.urandom(SESSION_ID_BYTES)
         self.epoch = -1
         self.seats = seats
         self.ledger = ledger
         self.tasks = tasks
+        self.neighbours = neighbours
         self.progress = Progress(Route(tuple(seat.stage for seat in seats)))
         self.reports: list[Report] = []
         self.alarm = asyncio.Event()
@@ -141,7 +149,12 @@ class Circuit:
         seat.link = link
         self.links[link] = None
         self.progress.traffic.streams.append(link.connection.counters)
-        link.start(self, self.tasks)
+        estimator = self.neighbours.estimator(link.stage.peer)
+        link.start(self, self.tasks, self.session, estimator)
+
+    def rows_in(self, phase: str) -> RowsTo:
+        """How rows go to the first stage."""
+        return RowsTo(self.neighbours, self.seats[0].peer, phase)
 
     def replace(self, old: list[Seat], new: list[Seat]) -> None:
         """Put `new` where the neighbours `old` were."""

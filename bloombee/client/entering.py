@@ -77,7 +77,7 @@ class Entering:
         if work.rows is None:
             return encode_ids(ids_of(work.entries[part.start : part.stop]))
         rows = work.rows[part.start : part.stop]
-        return encode_rows(rows, self._terms.dtype, self._settings.codec)
+        return encode_rows(rows, self._terms.dtype, self._circuit.rows_in(work.phase))
 
     def _part_tokens(self, work: Work) -> int:
         tokens, stages = work.table.tokens, len(self._circuit.seats)

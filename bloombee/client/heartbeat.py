@@ -31,7 +31,7 @@ async def keep_alive(circuit: Circuit, settings: ClientSettings) -> None:
             _miss(link, settings.silence_s)
         async with asyncio.TaskGroup() as tasks:
             for link in links:
-                tasks.create_task(link.beat(circuit.session, settings.heartbeat_s))
+                tasks.create_task(link.beat(settings.heartbeat_s))
         _look_for_stalls(circuit, stalls, now())
 
 

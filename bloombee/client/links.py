@@ -21,9 +21,12 @@ from bloombee.errors import (
     TransportError,
     from_code,
 )
+from bloombee.protocol.framing import Buffer
+from bloombee.protocol.link_estimate import LinkEstimator
 from bloombee.protocol.machine import State
 from bloombee.protocol.messages import (
     Acknowledged,
+    AnyMessage,
     Beat,
     Close,
     Closed,
@@ -37,6 +40,7 @@ from bloombee.protocol.messages import (
 )
 from bloombee.protocol.pulse import Pulse
 from bloombee.swarm.connection import Connection
+from bloombee.swarm.measured import MeasuredLink, answer, asks
 from bloombee.transport.interface import Endpoint
 
 _log = logging.getLogger(__name__)
@@ -97,6 +101,8 @@ class StageLink:
         self._closed = asyncio.Event()
         self._asked: asyncio.Future[Opened] | None = None
         self._pulse = Pulse(0.0, self.heard_s)
+        self._measured: MeasuredLink | None = None
+        self._tasks: asyncio.TaskGroup | None = None
 
     def __str__(self) -> str:
         return f"blocks {self.stage.span} at {self.stage.peer[-8:]}"
@@ -121,9 +127,12 @@ class StageLink:
         """The error that the stage reports, saying which stage it is."""
         return from_code(failed.code, f"{self}: {failed.message}")
 
-    def start(self, hearer: Hearer, tasks: asyncio.TaskGroup) -> None:
-        """Listen from now on, in `tasks`."""
-        self._hearer = hearer
+    def start(
+        self, hearer: Hearer, tasks: asyncio.TaskGroup, session: bytes, estimator: LinkEstimator
+    ) -> None:
+        """Listen from now on, in `tasks`; what is sent in `session` measures the link."""
+        self._hearer, self._tasks = hearer, tasks
+        self._measured = MeasuredLink(self.connection, session, estimator, self._pulse)
         self._reader = tasks.create_task(self._listen(hearer))
 
     async def open(self, message: Open, deadline_s: float) -> Opened:
@@ -153,14 +162,19 @@ class StageLink:
         if self.error is not None:
             raise self.error
 
-    async def beat(self, session: bytes, deadline_s: float) -> None:
+    async def send(self, message: AnyMessage, content: Buffer) -> None:
+        """As `Connection.send`."""
+        await (self._measured or self.connection).send(message, content)
+
+    async def beat(self, deadline_s: float) -> None:
         """Ask for a sign of life. Never raises: a broken stream shows when it is read."""
         if not self.is_up or self.connection.state in (State.CLOSING, State.OVER):
             return
-        number = self._pulse.beat(self.connection.counters.bytes_sent)
+        if self._measured is None:
+            return
         try:
             async with asyncio.timeout(deadline_s):
-                await self.connection.send(Beat(session, number))
+                await self._measured.beat()
         except TimeoutError:
             _log.debug("%s is slow to take a sign of life", self)
         except BloomBeeError as error:
@@ -190,8 +204,7 @@ class StageLink:
                     case Output():
                         hearer.hear_output(self, message, content)
                     case Beat():
-                        self.sent_step = message.sent_step
-                        self._pulse.heard(self.heard_s, message.number)
+                        self._beaten(message)
                     case Opened():
                         self._answered(message)
                     case Failed():
@@ -208,6 +221,26 @@ class StageLink:
             error = type(caught)(f"{self}: {caught}")
         finally:
             self.lose(error)
+
+    def _beaten(self, beat: Beat) -> None:
+        if asks(beat):
+            if self._tasks is not None:
+                self._tasks.create_task(self._answer(answer(beat)))
+            return
+        self.sent_step = beat.sent_step
+        self._pulse.heard(self.heard_s, beat.number)
+        if self._measured is not None:
+            self._measured.heard(beat)
+
+    async def _answer(self, beat: Beat) -> None:
+        """Tell the stage when we heard it, which measures its way to us. Never raises."""
+        if not self.is_up or self.connection.state is not State.SESSION:
+            return
+        try:
+            async with asyncio.timeout(_ANSWER_S):
+                await self.connection.send(beat)
+        except (TimeoutError, BloomBeeError) as error:
+            _log.debug("%s is not told of the way to us: %s", self, error)
 
     def _answered(self, opened: Opened) -> None:
         if self._asked is not None and not self._asked.done() and opened.epoch == self.epoch:
@@ -227,6 +260,8 @@ class StageLink:
         if self.error is not None:
             return
         self.error = error
+        if self._measured is not None:
+            self._measured.forget()
         self._closed.set()
         if self._asked is not None and not self._asked.done():
             self._asked.set_exception(error)
@@ -250,6 +285,7 @@ class StageLink:
             await self.connection.close()
 
 
+_ANSWER_S = 5.0
 _CLOSABLE = (State.OPENING, State.SESSION, State.REOPENING)
 
 

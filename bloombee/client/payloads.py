@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -10,7 +12,12 @@ from jaxtyping import Float
 
 from bloombee import compression
 from bloombee.errors import ProtocolError
+from bloombee.planner.link_control import SPLIT
+from bloombee.planner.neighbours import Neighbours, Rows
 from bloombee.protocol.messages import Payload, WireDtype
+from bloombee.telemetry import loop_us, now_us
+
+_log = logging.getLogger(__name__)
 
 WIRE_DTYPES: dict[torch.dtype, WireDtype] = {
     torch.float32: "float32",
@@ -19,11 +26,33 @@ WIRE_DTYPES: dict[torch.dtype, WireDtype] = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class RowsTo:
+    """How rows of one phase go to a peer, as `neighbours` has measured it."""
+
+    neighbours: Neighbours
+    peer: str
+    phase: str
+
+    def codec(self, raw_bytes: int, dtype: WireDtype) -> str:
+        """Of so many bytes of rows."""
+        rows = Rows(phase=self.phase, raw_bytes=raw_bytes, dtype=dtype)
+        choice = self.neighbours.choose(self.peer, rows, loop_us())
+        if choice.is_new:
+            to = self.peer[-8:]
+            _log.info("%s rows to %s go %s: %s", self.phase, to, choice.codec, choice.reason)
+        return choice.codec
+
+
 def encode_rows(
-    rows: Float[torch.Tensor, "T D"], dtype: WireDtype, codec: str
+    rows: Float[torch.Tensor, "T D"], dtype: WireDtype, to: RowsTo
 ) -> tuple[Payload, compression.Buffer]:
     """The description of `rows`, which have `dtype`, and their bytes: to be sent at once."""
-    used, content = compression.encode(rows, codec)
+    began_us = now_us()
+    used, content = compression.encode(rows, to.codec(rows.nbytes, dtype))
+    if used == SPLIT:
+        took_s, size = (now_us() - began_us) / 1e6, memoryview(content).nbytes
+        to.neighbours.record.encoded(dtype, rows.nbytes, size, took_s, loop_us() / 1e6)
     return Payload("rows", dtype, rows.shape[0], rows.shape[1], used), content
 
 

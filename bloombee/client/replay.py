@@ -170,13 +170,13 @@ class Rebuilder:
         if len(ids) == len(entries):
             return encode_ids(ids)
         rows = self._past.embed(entries, torch.from_numpy(part.table.positions))
-        return encode_rows(rows, self._past.terms.dtype, self._settings.codec)
+        return encode_rows(rows, self._past.terms.dtype, self._circuit.rows_in("prefill"))
 
 
 async def send(link: StageLink, message: Step | Replay, content: Buffer) -> None:
     """Send on `link`; when that fails the link counts as gone, and Interrupted is raised."""
     try:
-        await link.connection.send(message, content)
+        await link.send(message, content)
     except BloomBeeError as error:
         link.lose(type(error)(f"{link}: {error}"))
         raise Interrupted from error

@@ -59,7 +59,7 @@ class RemoteSession:
         self._settings = around.settings
         seats = [Seat(holder.stage, holder.endpoints) for holder in holders]
         ledger = Ledger(terms.sequences)
-        self._circuit = Circuit(seats, ledger, tasks, self._settings.close_s)
+        self._circuit = Circuit(seats, ledger, tasks, self._settings.close_s, around.neighbours)
         self._entering = Entering(self._circuit, terms, self.history, self._settings)
         past = Past(terms, self.history, embed)
         self._delivery = Delivery(self._circuit, around, past, self._entering)

@@ -10,6 +10,7 @@ from bloombee.client.links import Connect
 from bloombee.client.terms import SessionTerms
 from bloombee.config.client import ClientSettings
 from bloombee.core import PeerId, Span, Stage
+from bloombee.planner.neighbours import Neighbours
 from bloombee.planner.recovery import PeerHealth
 from bloombee.swarm.warming import Warmer
 from bloombee.transport.interface import Endpoint
@@ -24,11 +25,16 @@ class Holder:
 
 
 class Surroundings(Protocol):
-    """The swarm, as all sessions of one client see it; `health` is theirs in common."""
+    """The swarm, as all sessions of one client see it.
+
+    `health` and `neighbours`, what is known of peers and of the links to them, are theirs in
+    common.
+    """
 
     settings: ClientSettings
     connect: Connect
     health: PeerHealth
+    neighbours: Neighbours
     warmer: Warmer
 
     async def holders(

@@ -33,6 +33,7 @@ from bloombee.errors import (
     SwarmError,
     VersionMismatch,
 )
+from bloombee.planner.neighbours import Neighbours
 from bloombee.planner.recovery import PeerHealth, doubled
 from bloombee.swarm.view import SERVING, SwarmSnapshot
 from bloombee.swarm.warming import Warmer
@@ -88,6 +89,7 @@ class SwarmAccess:
     close: Callable[[], Coroutine[Any, Any, None]]
     tie_break: Callable[[], float] = field(default_factory=lambda: random.Random().random)
     health: PeerHealth = field(init=False)
+    neighbours: Neighbours = field(init=False)
     warmer: Warmer = field(init=False)
     _seen: tuple[float, SwarmSnapshot] | None = field(default=None, init=False)
     _looking: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
@@ -97,6 +99,7 @@ class SwarmAccess:
             backoff_s=self.settings.backoff_s, cap_s=self.settings.backoff_cap_s
         )
         self.warmer = Warmer(self.connect)
+        self.neighbours = Neighbours(self.settings.codec)
 
     async def open(
         self, terms: SessionTerms, tasks: asyncio.TaskGroup, embed: EmbedEntries

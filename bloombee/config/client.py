@@ -80,7 +80,7 @@ class ClientSettings(Settings):
     )
     payload_bytes: int = Field(default=16 << 20, ge=1, description="largest payload of one step")
     codec: CodecName = Field(
-        default="raw",
+        default="auto",
         description="how rows are sent to the first stage: raw, split (lossless compression), or "
         "auto, whichever brings them there sooner",
     )
