@@ -29,7 +29,9 @@ CHUNK_US, CHUNK_SERVICES = 30_000, 4
 CHUNKS = 4
 """How many chunks are kept, of as many services as fill the one or the other."""
 SLOW_US, OFTEN_US, SELDOM_US = 2_000, 20_000, 250_000
-"""After a service as slow as this marks may follow each other more often."""
+"""After a service as slow as this, or a surprise, marks may follow each other more often."""
+SURPRISE = 3.0
+"""So many times faster or slower than expected."""
 NEW_SERVICES = 8
 """Until then every step is marked."""
 WINDOW_US, SLOT_US = 15_000_000, 400_000
@@ -96,7 +98,7 @@ class LinkEstimator:
         self._measured_us = self._served_us = 0
         self._probed_us = 0
         self._service_us = 0
-        self._is_clean = False
+        self._is_clean = self._is_surprised = False
 
     # Sending -------------------------------------------------------------------------
 
@@ -115,7 +117,8 @@ class LinkEstimator:
             return False
         if not self._is_clean or self.samples < NEW_SERVICES:
             return True
-        every_us = OFTEN_US if self._service_us >= SLOW_US else SELDOM_US
+        often = self._service_us >= SLOW_US or self._is_surprised
+        every_us = OFTEN_US if often else SELDOM_US
         return now_us - self._marked_us >= every_us
 
     def is_idle(self, now_us: int, idle_us: int) -> bool:
@@ -175,6 +178,8 @@ class LinkEstimator:
         if mark.first_us != mark.last_us and mark.last_us + base_us > start_us:
             return  # it may have been idle between two of the frames
         service_us = max(SHORTEST_US, heard_us - start_us - HANDLING_US)
+        known, now = self.bytes_per_s(now_us), mark.count_bytes / service_us * 1e6
+        self._is_surprised = not known / SURPRISE < now < known * SURPRISE
         self._service_us = service_us
         self._measured_us = self._served_us = now_us
         self.samples += 1
