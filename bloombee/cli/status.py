@@ -55,7 +55,9 @@ async def show(settings: StatusSettings) -> None:
 
 async def _look(settings: StatusSettings) -> SwarmStatus:
     # hivemind takes seconds to import: not for --help or a wrong flag.
+    from bloombee.cli.status_links import links_of
     from bloombee.cli.status_report import report
+    from bloombee.protocol.messages import Describe
     from bloombee.swarm.connection import ConnectionSettings
     from bloombee.swarm.describe import describe_all
     from bloombee.swarm.identity import Identity
@@ -71,8 +73,10 @@ async def _look(settings: StatusSettings) -> SwarmStatus:
     try:
         snapshot = _narrow(await node.snapshot(), settings.model)
         connection = ConnectionSettings(read_swarm_key(settings.swarm_key), _ASK_DEADLINE_S)
-        answers = await describe_all(snapshot.records, dialer, identity, connection)
-        return report(snapshot, answers, node.clock_skew_s)
+        asked = Describe(topics=("links",) if settings.links else ())
+        answers = await describe_all(snapshot.records, dialer, identity, connection, asked)
+        status = report(snapshot, answers, node.clock_skew_s)
+        return replace(status, links=links_of(answers)) if settings.links else status
     finally:
         await dialer.close()
         await node.close()

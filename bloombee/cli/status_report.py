@@ -9,6 +9,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from bloombee.cli.status_links import LinkStatus, links_table
 from bloombee.protocol.messages import Description
 from bloombee.swarm.records import ServerRecord, ServerState
 from bloombee.swarm.view import SERVING, ModelEntry, SwarmSnapshot
@@ -83,6 +84,8 @@ class SwarmStatus:
 
     models: tuple[ModelStatus, ...]
     warnings: tuple[str, ...]
+    links: tuple[LinkStatus, ...] | None = None
+    """None: they were not asked for."""
 
 
 def report(
@@ -186,6 +189,8 @@ def render(status: SwarmStatus) -> RenderableType:
     if not status.models:
         parts.append(Text("no model is served in this swarm yet"))
     parts += [Text(f"warning: {warning}", style="yellow") for warning in status.warnings]
+    if status.links is not None:
+        parts += [Text(), links_table(status.links)]
     return Group(*parts)
 
 

@@ -231,6 +231,10 @@ class StatusSettings(NetworkSettings):
     """`bloombee-status`."""
 
     model: ModelName | None = Field(default=None, description="show only the swarm of this model")
+    links: bool = Field(
+        default=False,
+        description="show the links that servers have measured, and how rows go there",
+    )
     json_output: bool = Field(default=False, alias="json", description="print one JSON object")
 
 

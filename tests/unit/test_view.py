@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import random
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from rich.console import Console
 
+from bloombee.cli.status_links import links_of, links_table
 from bloombee.cli.status_report import coverage_bar, report
 from bloombee.core import PeerId, Span
 from bloombee.errors import TransportError
-from bloombee.protocol.messages import Description
+from bloombee.protocol.messages import Description, LinkReport
+from bloombee.swarm.describe import Answer
 from bloombee.swarm.records import ModelAnnouncement, ServerRecord, ServerState
 from bloombee.swarm.view import SERVING, ModelEntry, assemble
 
@@ -159,3 +163,17 @@ def test_our_own_skew_is_no_one_elses_fault() -> None:
 )
 def test_coverage_bar(coverage: tuple[int, ...], bar: str) -> None:
     assert coverage_bar(coverage) == bar
+
+
+def test_links_as_servers_told_of_them() -> None:
+    said = Description("a", "1", "m", "f", 0, 2, "float32", "cpu", 1, 1, 0, 0, 1.0, links=(
+        LinkReport("b", 0.02, 2.5e6, 0.5, 7, 1.0, "split", "slow"), LinkReport("client"),
+    ))  # fmt: skip
+    peers: dict[PeerId, Answer] = {PeerId("a"): said, PeerId("b"): TransportError("gone")}
+    known, unknown = links_of(peers)
+    assert (known.target, known.to_server, known.rtt_ms, known.mbps) == ("b", True, 20.0, 20.0)
+    assert (known.codec, known.reason, known.clock_ms) == ("split", "slow", 500.0)
+    assert (unknown.to_server, unknown.rtt_ms, unknown.mbps) == (False, None, None)
+    console = Console(width=100, record=True, file=io.StringIO())
+    console.print(links_table((known, unknown)))
+    assert "client client" in console.export_text()
