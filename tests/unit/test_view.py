@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import random
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from rich.console import Console
@@ -15,9 +15,11 @@ from bloombee.cli.status_report import coverage_bar, report
 from bloombee.core import PeerId, Span
 from bloombee.errors import TransportError
 from bloombee.protocol.messages import Description, LinkReport
-from bloombee.swarm.describe import Answer
 from bloombee.swarm.records import ModelAnnouncement, ServerRecord, ServerState
 from bloombee.swarm.view import SERVING, ModelEntry, assemble
+
+if TYPE_CHECKING:
+    from bloombee.swarm.describe import Answer
 
 NOW_S = 1000.0
 BASE = ServerRecord(
