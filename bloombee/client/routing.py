@@ -1,10 +1,10 @@
 """Which servers compute a session: a pure choice over the records of a swarm.
 
-The fewest stages win, since every stage is one more hop for each token; among
-routes of equally many stages the one whose blocks are computed fastest; among
-equals the injected random numbers decide, so that clients spread over them. A
-server may be asked for a part of its span. With contiguous spans no server
-ever appears twice: two parts of one span joined would be one stage fewer.
+Here it is decided who can be asked at all, and what is said when they don't suffice. Of
+those who can, the route of least cost wins (`planner.routing`): what is known of servers and
+links decides, and what is not known is taken to be usual, so that each stage is first of all
+one more hop. Among routes that cost nearly the same the injected random numbers decide, so
+that clients spread over them. A server may be asked for a part of its span.
 """
 
 from __future__ import annotations
@@ -13,8 +13,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from bloombee.core import PeerId, Route, Span, Stage
+from bloombee.core import PeerId, Route, Span
 from bloombee.errors import RequestError, SwarmError
+from bloombee.planner.hearsay import NOTHING, Knowledge
+from bloombee.planner.route_costs import Errand
+from bloombee.planner.routing import find_route, spread_factors
+from bloombee.planner.workload import Objective
+
+USUAL_PROMPT_TOKENS = 128
+MOST_NEW_TOKENS = 256
+"""More is seldom generated, however long a session may grow."""
 
 
 @runtime_checkable
@@ -43,7 +51,9 @@ class Offer(Protocol):
 class Demand:
     """What a session asks of every stage: `sequences` x `max_length` tokens of KV.
 
-    `part` are the blocks to cover, None for all of the model.
+    `part` are the blocks to cover, None for all of the model. The longest prompt has
+    `prompt_tokens` (0: unknown), a row on the wire `row_bytes`. With `server_head` tokens go
+    from the last stage to the first, else by way of the client.
     """
 
     num_blocks: int
@@ -52,6 +62,10 @@ class Demand:
     sequences: int = 1
     max_length: int = 1
     part: Span | None = None
+    prompt_tokens: int = 0
+    row_bytes: int = 8192
+    objective: Objective = Objective.LATENCY
+    server_head: bool = True
 
     @property
     def span(self) -> Span:
@@ -63,6 +77,20 @@ class Demand:
         """Tokens to reserve on each stage."""
         return self.sequences * self.max_length
 
+    @property
+    def errand(self) -> Errand:
+        """What it costs is asked of."""
+        prompt = self.prompt_tokens or min(USUAL_PROMPT_TOKENS, self.max_length // 2)
+        return Errand(
+            rows=self.sequences,
+            prompt_tokens=prompt,
+            new_tokens=min(max(self.max_length - prompt, 1), MOST_NEW_TOKENS),
+            kv_tokens=self.kv_tokens,
+            row_bytes=self.row_bytes,
+            objective=self.objective,
+            server_head=self.server_head and self.part is None,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class _Rejection:
@@ -73,20 +101,6 @@ class _Rejection:
     too_small: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class _Path:
-    """The best way found to a block: ordered by stages, then cost, then chance."""
-
-    stages: int
-    cost: float
-    chance: float
-    route: tuple[Stage, ...]
-
-    @property
-    def key(self) -> tuple[int, float, float]:
-        return self.stages, round(self.cost, 9), self.chance
-
-
 def choose_route(
     offers: Iterable[Offer],
     demand: Demand,
@@ -94,10 +108,12 @@ def choose_route(
     tie_break: Callable[[], float],
     exclude: frozenset[PeerId] = frozenset(),
     busy: Mapping[PeerId, str] | None = None,
+    known: Knowledge = NOTHING,
 ) -> Route:
     """The route for a session, deterministic for given offers and numbers of `tie_break`.
 
-    `exclude` failed of late, `busy` can't be taken for the reason given.
+    `exclude` failed of late, `busy` can't be taken for the reason given. `known` is what
+    is known besides the offers.
 
     Raises SwarmError naming the blocks that no usable server holds and why others were
     left out; RequestError when servers hold them all but the session is too large for
@@ -107,10 +123,11 @@ def choose_route(
     barred = {**dict.fromkeys(exclude, "failed before"), **(busy or {})}
     verdicts = [_judge(offer, demand, barred) for offer in ordered]
     usable = [o for o, verdict in zip(ordered, verdicts, strict=True) if verdict is None]
-    path = _best_path(usable, demand.span, tie_break)
-    if path is None:
+    factors = spread_factors([tie_break() for _ in usable])
+    found = find_route(usable, demand.span, demand.errand, known, factors)
+    if found is None:
         raise _no_route(usable, [v for v in verdicts if v is not None], demand)
-    return Route(path.route)
+    return found.route
 
 
 def _judge(offer: Offer, demand: Demand, barred: Mapping[PeerId, str]) -> _Rejection | None:
@@ -130,39 +147,6 @@ def _judge(offer: Offer, demand: Demand, barred: Mapping[PeerId, str]) -> _Rejec
     if offer.kv_tokens < demand.kv_tokens:
         return _Rejection(offer, f"holds {offer.kv_tokens} KV tokens in all", too_small=True)
     return None
-
-
-def _best_path(
-    usable: Sequence[Offer], whole: Span, tie_break: Callable[[], float]
-) -> _Path | None:
-    chances = {offer.peer: tie_break() for offer in usable}
-    cuts = {b for o in usable for b in (o.span.start, o.span.end) if whole.start < b < whole.end}
-    borders = sorted(cuts | {whole.end})
-    best: dict[int, _Path] = {whole.start: _Path(0, 0.0, 0.0, ())}
-    for start in (whole.start, *borders):
-        path = best.get(start)
-        if path is None:
-            continue
-        for offer in usable:
-            for end in (b for b in borders if b > start) if start in offer.span else ():
-                if end > offer.span.end:
-                    break
-                _offer_path(best, path, offer, Span(start, end), chances[offer.peer])
-    return best.get(whole.end)
-
-
-def _offer_path(
-    best: dict[int, _Path], path: _Path, offer: Offer, span: Span, chance: float
-) -> None:
-    longer = _Path(
-        path.stages + 1,
-        path.cost + len(span) / (len(offer.span) * max(offer.throughput_tokens_per_s, 1e-6)),
-        path.chance + chance,
-        (*path.route, Stage(offer.peer, span)),
-    )
-    known = best.get(span.end)
-    if known is None or longer.key < known.key:
-        best[span.end] = longer
 
 
 def _no_route(
