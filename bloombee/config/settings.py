@@ -186,6 +186,30 @@ class ServerSettings(ListenSettings):
         description="how activations are sent on: raw, split (lossless compression), or auto, "
         "whichever brings them there sooner as measured of each link",
     )
+    profile: Literal["cached", "fresh"] = Field(
+        default="cached",
+        description="what the planner is told of this machine: as measured when it first served "
+        "the model, or measured afresh",
+    )
+    profile_s: float = Field(
+        default=2.5,
+        ge=0,
+        le=600,
+        allow_inf_nan=False,
+        description="time to measure in before serving, in seconds; more covers larger batches",
+    )
+    price_per_hour: float = Field(
+        default=0.0, ge=0, allow_inf_nan=False, description="rent of this machine, in dollars"
+    )
+    purchase: float = Field(
+        default=0.0, ge=0, allow_inf_nan=False, description="price of this machine, in dollars"
+    )
+    watts: float = Field(
+        default=0.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="power that this machine draws while serving, as you declare it",
+    )
     pace: float = Field(
         default=1.0,
         ge=1,

@@ -26,6 +26,10 @@ class Checkpoint(ABC):
     name: str
     gguf_path: Path | None = None
 
+    def weights_file(self) -> Path | None:
+        """A local file of weights, the largest; None where none is here."""
+        return self.gguf_path
+
     @abstractmethod
     def config(self) -> PreTrainedConfig:
         """The model's transformers config."""

@@ -35,6 +35,10 @@ class SafetensorsCheckpoint(Checkpoint):
         self._files = files
         self.name = files.name
 
+    def weights_file(self) -> Path | None:
+        files = self._folder_with_config().glob("*.safetensors")
+        return max(files, key=lambda file: file.stat().st_size, default=None)
+
     def config(self) -> PreTrainedConfig:
         folder = self._folder_with_config()
         try:

@@ -47,6 +47,11 @@ class ModelSource:
         return self._checkpoint.gguf_path
 
     @property
+    def weights_file(self) -> Path | None:
+        """A local file of weights, the largest; None where none is here."""
+        return self._checkpoint.weights_file()
+
+    @property
     def num_blocks(self) -> int:
         return int(self.config.num_hidden_layers)
 

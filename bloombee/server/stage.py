@@ -19,6 +19,7 @@ from bloombee.kv.interface import KVPool
 from bloombee.planner.neighbours import AUTO, Neighbours
 from bloombee.protocol.failures import to_message
 from bloombee.protocol.messages import Describe, Description
+from bloombee.protocol.report_messages import CostTable
 from bloombee.server.admission import Admission
 from bloombee.server.client_stream import ClientParts, ClientStreams
 from bloombee.server.device import decode_tokens_per_s
@@ -33,6 +34,7 @@ from bloombee.server.live_rows import LiveRows
 from bloombee.server.openings import OpeningParts, Openings
 from bloombee.server.payloads import Payloads
 from bloombee.server.prefixes import Prefixes, PrefixParts
+from bloombee.server.profile import MakeProfile, Profile
 from bloombee.server.sending import Sending, SendingParts
 from bloombee.server.sessions import Session, Sessions
 from bloombee.server.steps import StepParts, Steps
@@ -55,6 +57,7 @@ class StageParts:
 
     A `pinned` one stays with its blocks whatever the swarm lacks.
     `make_executor` builds what computes: a thread, or in tests something that needs none.
+    `make_profile` says what that costs, for the planners of the swarm; None: nobody is told.
     """
 
     identity: Signer
@@ -70,6 +73,7 @@ class StageParts:
     executor_settings: ExecutorSettings = field(default_factory=ExecutorSettings)
     connection_settings: ConnectionSettings = field(default_factory=ConnectionSettings)
     make_executor: Callable[[Model, KVPool, ExecutorSettings], Executor] = Executor
+    make_profile: MakeProfile | None = None
     pinned: bool = False
 
 
@@ -84,6 +88,7 @@ class StageServer:
         self._neighbours = Neighbours(parts.codec)
         self._payloads = Payloads(self._neighbours.record)
         self._uptime = Stopwatch()
+        self._profile: Profile | None = None
         self._tasks = BackgroundTasks()
         self.admission = Admission(self.executor, parts.pool, parts.limits)
         self.prefixes = Prefixes(
@@ -227,8 +232,14 @@ class StageServer:
         self._payloads.close()
 
     async def measure(self) -> tuple[float, int]:
-        """Tokens/s of one decoding sequence through the span, and KV tokens of the pool."""
+        """Tokens/s of one decoding sequence through the span, and KV tokens of the pool.
+
+        With `make_profile` all costs are measured, or known of earlier; it is for before serving.
+        """
         parts = self._parts
+        if parts.make_profile is not None:
+            self._profile = await parts.make_profile(self.executor, parts.model, parts.pool)
+            return self._profile.tokens_per_s(len(parts.offer.span)), parts.pool.total_tokens
         tokens_per_s = await self.executor.call(partial(decode_tokens_per_s, parts.model))
         return tokens_per_s, parts.pool.total_tokens
 
@@ -258,8 +269,14 @@ class StageServer:
             prefix_hits=self.prefixes.hits,
             prefix_tokens_saved=self.prefixes.tokens_saved,
             pinned=parts.pinned,
+            busy=await self.executor.busy_share(),
+            decode_rows=self._live_rows.rows,
+            costs=self._costs() if "costs" in asked.topics else None,
             links=self._neighbours.reports(loop_us()) if "links" in asked.topics else (),
         )
+
+    def _costs(self) -> CostTable | None:
+        return None if self._profile is None else self._profile.table()
 
 
 async def _say_farewell(session: Session) -> None:
