@@ -254,7 +254,7 @@ def _options() -> argparse.Namespace:
     places = [*PAPER_RATIOS, "E6"]
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--environments", nargs="+", choices=places, default=places, metavar="E")
-    parser.add_argument("--rtt-ms", type=float, nargs="+", default=[0.0, 20.0, 80.0])
+    parser.add_argument("--rtt-ms", type=float, nargs="+", help="0 20 80, or with --quick 0")
     parser.add_argument("--settings", nargs="+", choices=names, default=names)
     parser.add_argument(
         "--spans", nargs=3, default=["0:12", "12:23", "23:30"],
@@ -270,12 +270,14 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--settle-s", type=float, default=SETTLE_S, help="of auto, unmeasured")
     parser.add_argument("--pace", type=float, default=4.0)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--quick", action="store_true", help="one round of shorter runs, RTT 0")
+    parser.add_argument("--quick", action="store_true", help="one round of shorter runs")
     parser.add_argument("--picture", type=Path, help="file for a bar chart (PNG)")
     parser.add_argument("--json", type=Path, help="file for all figures")
     options = parser.parse_args()
     if options.quick:
-        options.rounds, options.budget_s, options.rtt_ms = 1, 5.0, [0.0]
+        options.rounds, options.budget_s = 1, 5.0
+    if options.rtt_ms is None:
+        options.rtt_ms = [0.0] if options.quick else [0.0, 20.0, 80.0]
     return options
 
 

@@ -15,12 +15,20 @@ T = TypeVar("T")
 class LineProcess:
     """`python -m module`, told its `job`; `prefix` takes it to another host.
 
+    `program` is what runs instead, where that is not this Python.
+
     Raises RuntimeError when it does not load, and whenever it has ended.
     """
 
-    def __init__(self, module: str, job: msgspec.Struct, prefix: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        module: str,
+        job: msgspec.Struct,
+        prefix: tuple[str, ...] = (),
+        program: tuple[str, ...] = (),
+    ) -> None:
         self.process = subprocess.Popen(
-            [*prefix, sys.executable, "-m", module],
+            [*prefix, *(program or (sys.executable, "-m", module))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
