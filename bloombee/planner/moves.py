@@ -237,12 +237,14 @@ def _closing(mover: Listed, step: Shift) -> Move:
 
 def _fewest(shifts: Shifts, policy: MovePolicy) -> tuple[Shift, float] | None:
     """The first of the fewest moves that bring enough, and what the weakest block has then."""
-    floor = shifts.floor
-    steps = shifts.reach(floor * (1 + policy.gain), policy.most_moves)
-    if steps is None:
+    target = enough = shifts.floor * (1 + policy.gain)
+    best = shifts.reach(enough, policy.most_moves)
+    if best is None:
         return None
-    best, target = steps, floor * (1 + policy.gain)
-    while (higher := shifts.reach(target * LADDER, len(steps))) is not None:
+    while (higher := shifts.reach(target * LADDER, len(best))) is not None:
+        # With each move less is lacking of what is enough: else they could go round.
+        if shifts.shifted(higher[0]).lack(enough) >= shifts.lack(enough):
+            break
         best, target = higher, target * LADDER
     return best[0], shifts.after(best)
 

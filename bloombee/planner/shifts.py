@@ -39,7 +39,8 @@ class Shifts:
     """Spans that give `rates` to the blocks below them, and may go elsewhere.
 
     `total` is what all blocks have, of these spans and of others; `held` how many hold
-    each now: a shift leaves no block without any. Changes nothing that it is given.
+    each now. A shift leaves no block without any, and none with less than the weakest
+    has: so a row of shifts goes up only, and ends. Changes nothing that it is given.
     """
 
     def __init__(self, spans: Sequence[Span], rates: Floats, total: Floats, held: Ints) -> None:
@@ -54,14 +55,17 @@ class Shifts:
         """What the weakest block has."""
         return float(self._total.min())
 
+    def lack(self, target: float) -> float:
+        """What blocks lack of `target`, together."""
+        return float(np.maximum(target - self._total, 0).sum())
+
     def reach(self, target: float, most: int) -> list[Shift] | None:
         """At most so many shifts, the best first, after which each block has `target`.
 
         None when there are none, as far as taking the best one each time can tell.
         """
-        lack = float(np.maximum(target - self._total, 0).sum())
-        reserves = self._rates * (self._ends - self._starts)
-        if self._total.mean() < target or np.sort(reserves)[-most:].sum() < lack * (1 - CLOSE):
+        reserves = np.sort(self._rates * (self._ends - self._starts))[-most:].sum()
+        if self._total.mean() < target or reserves < self.lack(target) * (1 - CLOSE):
             return None
         now, steps = self, list[Shift]()
         while now.floor < target * (1 - CLOSE):
@@ -125,7 +129,8 @@ class Shifts:
         lack = np.maximum(target - self._total, 0.0)[None, :]
         gained = _prefix(np.minimum(rates, lack))
         lost = _prefix(np.maximum(target - self._total[None, :] + rates, 0.0) - lack)
-        alone = _prefix((self._held <= 1).astype(float)[None, :])
+        weak = self._total[None, :] - rates < self.floor * (1 - CLOSE)
+        alone = _prefix(((self._held <= 1)[None, :] | weak).astype(float))
         old, end = self._starts[:, None], self._ends[:, None]
         new = np.arange(len(self._total))[None, :]
         to = np.minimum(new + end - old, len(self._total))

@@ -191,7 +191,7 @@ def test_the_best_shift_is_the_best_of_all(
         for row, value in ((after, speeds[index]), (left, 1)):
             row[span.start : span.end] -= value
             row[start : start + len(span)] += value
-        if ((left == 0) & (held > 0)).any():
+        if ((left == 0) & (held > 0)).any() or after.min() < total.min():
             return -1.0
         lack = np.maximum(target - total, 0).sum() - np.maximum(target - after, 0).sum()
         return float(lack)
