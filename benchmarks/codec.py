@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import zstandard
 from rich.console import Console
@@ -31,7 +32,6 @@ from rich.table import Table
 from benchmarks.worker import DEMO_MODEL, Job, demo_gguf, load
 from bloombee.compression import decode, encode, wire_dtype
 from bloombee.compression.entropy import entropy
-from bloombee.compression.planes import split, words_of
 from bloombee.compression.raw import Buffer, bytes_of
 
 if TYPE_CHECKING:
@@ -160,7 +160,8 @@ def payloads(before: list[torch.Tensor], after: list[torch.Tensor]) -> list[Payl
 def bound(tensor: torch.Tensor) -> tuple[float, int]:
     """Bytes that the planes of the distinct rows take at least, and how many rows repeat."""
     rows = torch.unique(tensor.view(torch.int16), dim=0)
-    planes = split(words_of(bytes_of(rows), rows.element_size()))
+    raw = np.frombuffer(bytes_of(rows), dtype=np.uint8)
+    planes = [raw[byte :: rows.element_size()] for byte in range(rows.element_size())]
     return sum(entropy(plane) * len(plane) / 8 for plane in planes), len(tensor) - len(rows)
 
 

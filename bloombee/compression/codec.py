@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Shaped
 
 from bloombee.compression.layout import Layout, torch_dtype
+from bloombee.compression.lossy import lossy_codecs
 from bloombee.compression.raw import Buffer, RawCodec
 from bloombee.compression.split import SplitCodec
 from bloombee.errors import RequestError, Unsupported
@@ -19,6 +20,11 @@ class Codec(Protocol):
     @property
     def name(self) -> str:
         """What payloads call it."""
+        ...
+
+    @property
+    def is_lossy(self) -> bool:
+        """Whether what comes back may differ."""
         ...
 
     def encode(self, tensor: Shaped[torch.Tensor, "rows width"]) -> Buffer:
@@ -36,7 +42,11 @@ class Codec(Protocol):
 SMALL_BYTES = 4096
 """Less than this travels as it is: coding it costs more than it saves on any link."""
 
-_CODECS: dict[str, Codec] = {codec.name: codec for codec in (RawCodec(), SplitCodec())}
+_split = SplitCodec()
+_CODECS: dict[str, Codec] = {
+    codec.name: codec for codec in (RawCodec(), _split, *lossy_codecs(_split))
+}
+LOSSY = tuple(name for name, codec in _CODECS.items() if codec.is_lossy)
 
 
 def encode(
@@ -44,13 +54,14 @@ def encode(
 ) -> tuple[str, Buffer]:
     """The codec used and the bytes to send; raw ones are a view, to be sent before it changes.
 
-    Small tensors are sent raw whatever `codec` says. Raises RequestError for a tensor that
-    is no matrix, Unsupported for an unknown codec.
+    Small tensors are sent raw whatever lossless `codec` was asked for; lossy ones do to a
+    row what they do to it among many. Raises RequestError for a tensor that is no matrix or
+    that a lossy codec can't carry, Unsupported for an unknown codec.
     """
     if tensor.dim() != 2:
         raise RequestError(f"only matrices travel, got shape {tuple(tensor.shape)}")
     chosen = _codec(codec)
-    if tensor.nbytes < SMALL_BYTES:
+    if tensor.nbytes < SMALL_BYTES and not chosen.is_lossy:
         chosen = _CODECS[RawCodec.name]
     return chosen.name, chosen.encode(tensor)
 

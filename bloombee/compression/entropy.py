@@ -21,9 +21,10 @@ LEAST_GAIN = 0.03
 ASK_EVERY = 32
 """Payloads of a kind between two samples: neighbouring ones look alike."""
 
+_WINDOW_LOG = 18
 _PARAMETERS = zstandard.ZstdCompressionParameters(
     strategy=zstandard.STRATEGY_FAST,
-    window_log=18,
+    window_log=_WINDOW_LOG,
     hash_log=6,
     chain_log=6,
     min_match=7,
@@ -38,37 +39,29 @@ class _Contexts(threading.local):
 
     def __init__(self) -> None:
         self.compressor = zstandard.ZstdCompressor(compression_params=_PARAMETERS)
-        self.decompressor = zstandard.ZstdDecompressor()
+        self.decompressor = zstandard.ZstdDecompressor(max_window_size=1 << _WINDOW_LOG)
 
 
 _contexts = _Contexts()
 
 
-def code(plane: Bytes) -> bytes:
-    """`plane` as a zstd frame."""
-    return _contexts.compressor.compress(plane.data)
+def code(plane: Bytes, room: memoryview) -> int:
+    """Write `plane` as a zstd frame into `room`; its bytes, 0 when it would fill the room."""
+    size = _contexts.compressor.stream_reader(plane.data, size=len(plane)).readinto(room)
+    return size if size < len(room) else 0
 
 
-def coded_size(frame: memoryview) -> int:
-    """How many bytes a frame of `code` claims to hold, -1 when it says nothing.
-
-    Raises ValueError for bytes that are no frame.
-    """
+def decode(frame: memoryview, out: Bytes) -> None:
+    """Fill `out` with a plane. Raises ValueError when the frame doesn't hold just that."""
     try:
-        return zstandard.frame_content_size(frame)
+        claimed = zstandard.frame_content_size(frame)
+        if claimed != len(out):
+            raise ValueError(f"a plane of {claimed} bytes instead of {len(out)}")
+        size = _contexts.decompressor.stream_reader(frame).readinto(out.data)
     except zstandard.ZstdError as error:
         raise ValueError(str(error)) from None
-
-
-def decode(frame: memoryview, size: int) -> Bytes:
-    """The `size` bytes of a plane. Raises ValueError when the frame doesn't hold just these."""
-    if coded_size(frame) != size:
-        raise ValueError(f"a plane of {coded_size(frame)} bytes instead of {size}")
-    try:
-        plane = _contexts.decompressor.decompress(frame, allow_extra_data=False)
-    except zstandard.ZstdError as error:
-        raise ValueError(str(error)) from None
-    return np.frombuffer(plane, dtype=np.uint8)
+    if size != len(out):
+        raise ValueError(f"a plane cut off after {size} of {len(out)} bytes")
 
 
 def entropy(sample: Bytes) -> float:

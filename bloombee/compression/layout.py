@@ -13,6 +13,8 @@ _DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
     "int32": torch.int32,
+    "float8_e4m3fn": torch.float8_e4m3fn,
+    "float8_e5m2": torch.float8_e5m2,
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
@@ -57,4 +59,4 @@ class Layout:
         return self.rows * self.width * self.dtype.itemsize
 
     def __str__(self) -> str:
-        return f"[{self.rows}, {self.width}] of {_NAMES[self.dtype]}"
+        return f"[{self.rows}, {self.width}] of {str(self.dtype).removeprefix('torch.')}"

@@ -18,6 +18,7 @@ class RawCodec:
     """Rows as they lie in memory, little endian."""
 
     name = "raw"
+    is_lossy = False
 
     def encode(self, tensor: Shaped[torch.Tensor, "rows width"]) -> Buffer:
         """A view of the tensor's bytes; copies only from another device or a strided layout.

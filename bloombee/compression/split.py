@@ -2,10 +2,11 @@
 
 A frame describes itself (little endian):
 
-    u8 version  u8 item bytes  u8 flags  u8 0  u32 rows  u32 width  u32 distinct rows
-    u64 checksum of the header before it and of everything after
-    [u32 x rows: which distinct row each is]        if flag 1 is set
-    (u8 method, u32 bytes) for each plane, then the planes, the most significant first
+    u8 version  u8 item bytes, and flags  u16 0  u32 rows  u32 width
+    [u32 distinct rows, u32 x rows: which distinct row each is]     if REPEATS is set
+    u32 bytes, and CODED, for each plane of each strip
+    the planes, the most significant first, strip after strip (see `planes`)
+    u64 checksum of all before it
 """
 
 from __future__ import annotations
@@ -21,42 +22,47 @@ from numpy.typing import NDArray
 
 from bloombee.compression import entropy, planes
 from bloombee.compression.layout import Layout
-from bloombee.compression.raw import Buffer, bytes_of
+from bloombee.compression.lent import Lender
+from bloombee.compression.raw import Buffer
 from bloombee.compression.repeats import find_repeats
 from bloombee.errors import ProtocolError
 
-VERSION = 1
-REPEATS = 1
-STORED, CODED = 0, 1
+VERSION = 2
+REPEATS, ROTATED = 0x10, 0x20
+CODED = 1 << 31
 
-_HEAD = struct.Struct("<BBBBIII")
-_SUM = struct.Struct("<Q")
-_PLANE = struct.Struct("<BI")
+_HEAD = struct.Struct("<BBHII")
+_U32 = np.dtype("<u4")
+_SUM_BYTES = 8
+
+_Body = tuple[int, memoryview]
+
+_lender = Lender()
+_scratch = planes.Scratch()
 
 
 @dataclass(frozen=True, slots=True)
-class _Head:
-    """The frame's header, checked against what the payload's message said."""
+class _Plan:
+    """Where things lie in a frame of `values` numbers of `size` bytes, once each."""
 
-    flags: int
-    rows: int
-    width: int
-    distinct: int
-    planes: int
-
-    @property
-    def plane_bytes(self) -> int:
-        return self.distinct * self.width
+    values: int
+    size: int
+    index_bytes: int
+    rotated: bool
 
     @property
-    def index_bytes(self) -> int:
-        return 4 * self.rows if self.flags & REPEATS else 0
+    def table_at(self) -> int:
+        return _HEAD.size + self.index_bytes
+
+    def bodies_at(self, strips: int) -> int:
+        return self.table_at + _U32.itemsize * self.size * strips
 
 
 class SplitCodec:
     """Planes through `entropy`; exact for every bit pattern."""
 
     name = "split"
+    is_lossy = False
 
     def __init__(self) -> None:
         self._probe = entropy.Probe()
@@ -65,105 +71,137 @@ class SplitCodec:
         """A frame in memory of its own."""
         rows, width = tensor.shape
         size = tensor.dtype.itemsize
-        words = planes.words_of(bytes_of(tensor), size).reshape(rows, width)
-        flags, distinct, index = 0, rows, b""
-        if (repeats := find_repeats(words)) is not None:
+        words, index = planes.words_of(tensor), None
+        if (repeats := find_repeats(words.reshape(rows, width))) is not None:
             kept, which = repeats
-            words, flags, distinct = words[kept], REPEATS, len(kept)
-            index = which.astype(np.uint32).tobytes()
-        head = _HEAD.pack(VERSION, size, flags, 0, rows, width, distinct)
-        parts = [index, *self._coded(words.reshape(-1), size)]
-        return b"".join((head, _checksum(head, parts), *parts))
+            words = words.reshape(rows, width)[kept].reshape(-1)
+            index = np.concatenate(([len(kept)], which)).astype(_U32)
+        rotated = planes.is_rotated(tensor.dtype)
+        plan = _Plan(len(words), size, 0 if index is None else index.nbytes, rotated)
+        cuts = planes.strips(plan.values)
+        frame = _lender.lend(plan.bodies_at(len(cuts)) + words.nbytes + _SUM_BYTES)
+        view = memoryview(frame)
+        kind = size | (ROTATED if rotated else 0) | (0 if index is None else REPEATS)
+        _HEAD.pack_into(frame, 0, VERSION, kind, 0, rows, width)
+        if index is not None:
+            view[_HEAD.size : plan.table_at] = index.data.cast("B")
+        end = self._write(words, plan, cuts, view)
+        view[end : end + _SUM_BYTES] = xxhash.xxh3_64_digest(view[:end])
+        return view[: end + _SUM_BYTES]
 
-    def _coded(self, words: NDArray[np.unsignedinteger], size: int) -> list[Buffer]:
-        """The table of planes, then the planes."""
-        table, bodies = list[Buffer](), list[Buffer]()
-        for number, plane in enumerate(planes.split(words)):
-            method, body = STORED, plane.data
-            if len(plane) and self._probe.pays(plane, number, size):
-                coded = entropy.code(plane)
-                if len(coded) < len(plane):
-                    method, body = CODED, memoryview(coded)
-                else:
-                    self._probe.disappointed(number, size, len(plane))
-            table.append(_PLANE.pack(method, len(body)))
-            bodies.append(body)
-        return table + bodies
+    def _write(self, words: planes.Words, plan: _Plan, cuts: list[slice], view: memoryview) -> int:
+        """The table of planes and the planes; where they end."""
+        at = plan.bodies_at(len(cuts))
+        table: list[int] = []
+        for cut in cuts:
+            strip = _scratch.load(words[cut], rotated=plan.rotated)
+            for number in range(plan.size):
+                room = view[at : at + strip.shape[1]]
+                table.append(self._write_plane(strip[number], number, plan.size, room))
+                at += table[-1] & ~CODED
+        struct.pack_into(f"<{len(table)}I", view, plan.table_at, *table)
+        return at
+
+    def _write_plane(self, seen: planes.Bytes, number: int, size: int, room: memoryview) -> int:
+        """One plane into `room`; its entry in the table."""
+        length = len(seen)
+        if length and self._probe.pays(seen, number, size):
+            plane = _scratch.plane(0, length)
+            _scratch.extract(number, size, plane)
+            if coded := entropy.code(plane, room):
+                return coded | CODED
+            self._probe.disappointed(number, size, length)
+        _scratch.extract(number, size, np.frombuffer(room, dtype=np.uint8))
+        return length
 
     def decode(self, buffer: Buffer, layout: Layout) -> Shaped[torch.Tensor, "rows width"]:
-        """The matrix, in new memory.
+        """The matrix, in memory of its own.
 
         Raises ProtocolError when the frame is damaged or not of this layout; what it
         claims is checked before anything is allocated.
         """
         view = memoryview(buffer).cast("B")
-        head = _read_head(view, layout)
-        at = _HEAD.size + _SUM.size
-        index = view[at : at + head.index_bytes]
-        at += head.index_bytes
-        words = planes.merge(_read_planes(view[at:], head))
-        if head.flags & REPEATS:
-            words = _repeated(words.reshape(head.distinct, head.width), index)
+        kind = _read_head(view, layout)
+        body = view[: len(view) - _SUM_BYTES]
+        size, values, index = layout.dtype.itemsize, layout.rows * layout.width, None
+        if kind & REPEATS:
+            distinct, index = _read_index(body, layout)
+            values = distinct * layout.width
+        index_bytes = 0 if index is None else _U32.itemsize + index.nbytes
+        plan = _Plan(values, size, index_bytes, bool(kind & ROTATED))
+        bodies = _read_table(body, plan)
+        memory = _lender.lend(values * size)
+        words = planes.empty_words(memory, values, size)
+        _read_planes(bodies, plan, words)
+        if index is not None:
+            words = words.reshape(-1, layout.width)[index].reshape(-1)
         if not layout.raw_bytes:
             return torch.empty((layout.rows, layout.width), dtype=layout.dtype)
-        flat = torch.from_numpy(words.reshape(-1).view(np.uint8))
-        return flat.view(layout.dtype).view(layout.rows, layout.width)
+        flat = torch.frombuffer(words, dtype=layout.dtype)
+        return flat.view(layout.rows, layout.width)
 
 
-def _checksum(head: bytes, parts: list[Buffer]) -> bytes:
-    running = xxhash.xxh3_64(head)
-    for part in parts:
-        running.update(part)
-    return _SUM.pack(running.intdigest())
-
-
-def _read_head(view: memoryview, layout: Layout) -> _Head:
-    start = _HEAD.size + _SUM.size
-    if len(view) < start:
+def _read_head(view: memoryview, layout: Layout) -> int:
+    """The frame's kind, once the head fits the payload's message and the checksum is right."""
+    if len(view) < _HEAD.size + _SUM_BYTES:
         raise ProtocolError(f"a frame of {len(view)} bytes is cut off in its header")
-    version, size, flags, zero, rows, width, distinct = _HEAD.unpack_from(view)
-    if version != VERSION or zero or flags & ~REPEATS:
+    version, kind, zero, rows, width = _HEAD.unpack_from(view)
+    if version != VERSION or zero or kind >> 6:
         raise ProtocolError(f"a compressed frame of version {version}: known is {VERSION}")
+    size = kind & 0x0F
     if (size, rows, width) != (layout.dtype.itemsize, layout.rows, layout.width):
         raise ProtocolError(f"a frame of [{rows}, {width}] x {size} bytes, announced as {layout}")
-    if distinct > rows or (not flags & REPEATS and distinct != rows):
-        raise ProtocolError(f"a frame with {distinct} distinct rows of {rows}")
-    running = xxhash.xxh3_64(view[: _HEAD.size])
-    running.update(view[start:])
-    if _SUM.pack(running.intdigest()) != view[_HEAD.size : start]:
+    if bool(kind & ROTATED) != planes.is_rotated(layout.dtype):
+        raise ProtocolError(f"a frame of numbers of another kind, announced as {layout}")
+    if xxhash.xxh3_64_digest(view[:-_SUM_BYTES]) != view[-_SUM_BYTES:]:
         raise ProtocolError("a compressed frame was damaged on the way: its checksum is wrong")
-    return _Head(flags, rows, width, distinct, size)
+    return kind
 
 
-def _read_planes(view: memoryview, head: _Head) -> list[planes.Bytes]:
-    at = _PLANE.size * head.planes
-    if len(view) < at:
+def _read_index(body: memoryview, layout: Layout) -> tuple[int, NDArray[np.uint32]]:
+    """How many distinct rows there are, and which of them each row is."""
+    end = _HEAD.size + _U32.itemsize * (layout.rows + 1)
+    if len(body) < end:
+        raise ProtocolError("a compressed frame is cut off in its repeats")
+    distinct, *_ = struct.unpack_from("<I", body, _HEAD.size)
+    index = np.frombuffer(body[_HEAD.size + _U32.itemsize : end], dtype=_U32)
+    if distinct > layout.rows or (len(index) and int(index.max()) >= distinct):
+        raise ProtocolError("a compressed frame repeats a row that it does not hold")
+    return distinct, index
+
+
+def _read_table(body: memoryview, plan: _Plan) -> list[_Body]:
+    """What the table says of every plane, with its bytes."""
+    count = plan.size * len(planes.strips(plan.values))
+    at = plan.table_at + _U32.itemsize * count
+    if len(body) < at:
         raise ProtocolError("a compressed frame is cut off in its table of planes")
-    found: list[planes.Bytes] = []
-    for number in range(head.planes):
-        method, length = _PLANE.unpack_from(view, _PLANE.size * number)
-        found.append(_read_plane(view[at : at + length], method, length, head))
+    found: list[_Body] = []
+    for entry in struct.unpack_from(f"<{count}I", body, plan.table_at):
+        length = entry & ~CODED
+        found.append((entry, body[at : at + length]))
         at += length
-    if at != len(view):
-        raise ProtocolError(f"{len(view) - at} bytes too many in a compressed frame")
+    if at != len(body):
+        raise ProtocolError(f"a compressed frame holds {len(body)} bytes and announces {at}")
     return found
 
 
-def _read_plane(body: memoryview, method: int, length: int, head: _Head) -> planes.Bytes:
-    if len(body) != length:
-        raise ProtocolError("a compressed frame is cut off in a plane")
-    if method == STORED and length == head.plane_bytes:
+def _read_planes(bodies: list[_Body], plan: _Plan, words: planes.Words) -> None:
+    for number, cut in enumerate(planes.strips(plan.values)):
+        out = words[cut]
+        chosen = bodies[number * plan.size : (number + 1) * plan.size]
+        strip = [_read_plane(place, len(out), *each) for place, each in enumerate(chosen)]
+        _scratch.merge(strip, out, rotated=plan.rotated)
+
+
+def _read_plane(number: int, length: int, entry: int, body: memoryview) -> planes.Bytes:
+    if not entry & CODED:
+        if len(body) != length:
+            raise ProtocolError(f"a stored plane of {len(body)} bytes instead of {length}")
         return np.frombuffer(body, dtype=np.uint8)
-    if method != CODED:
-        raise ProtocolError(f"a plane of {length} bytes by method {method}, of {head.plane_bytes}")
+    plane = _scratch.plane(number, length)
     try:
-        return entropy.decode(body, head.plane_bytes)
+        entropy.decode(body, plane)
     except ValueError as error:
         raise ProtocolError(f"a plane can't be decompressed: {error}") from None
-
-
-def _repeated(words: NDArray[np.unsignedinteger], index: memoryview) -> NDArray[np.unsignedinteger]:
-    which = np.frombuffer(index, dtype=np.uint32)
-    if len(which) and int(which.max()) >= len(words):
-        raise ProtocolError("a compressed frame repeats a row that it does not hold")
-    return words[which]
+    return plane

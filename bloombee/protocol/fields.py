@@ -13,7 +13,7 @@ Parent = Annotated[int, msgspec.Meta(ge=-1, lt=1 << 31)]
 Text = Annotated[str, msgspec.Meta(max_length=4096)]
 Id16 = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 Blob = Annotated[bytes, msgspec.Meta(max_length=4096)]
-WireDtype = Literal["float32", "bfloat16", "float16", "int32"]
+WireDtype = Literal["float32", "bfloat16", "float16", "int32", "float8_e4m3fn", "float8_e5m2"]
 Content = Literal["ids", "rows", "logits"]
 
 
