@@ -48,7 +48,11 @@ def _text(value: str) -> str:
 
 
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
-CodecName = Literal["auto", "raw", "split"]
+CodecName = Literal["auto", "raw", "split", "lossy-int8", "lossy-bf16", "lossy-fp16"]
+LOSSY_HELP = (
+    "; lossy-int8 (a scale for each row), lossy-bf16 and lossy-fp16 (cut from float32) change "
+    "values and so the output, and are never chosen by auto"
+)
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 Prompt = Annotated[str, AfterValidator(_text), Flag(positional=True)]

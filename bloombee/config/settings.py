@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from bloombee.config.base import Settings
 from bloombee.config.fields import (
+    LOSSY_HELP,
     Announced,
     Blocks,
     CodecName,
@@ -184,7 +185,7 @@ class ServerSettings(ListenSettings):
     codec: CodecName = Field(
         default="auto",
         description="how activations are sent on: raw, split (lossless compression), or auto, "
-        "whichever brings them there sooner as measured of each link",
+        "whichever brings them there sooner as measured of each link" + LOSSY_HELP,
     )
     profile: Literal["cached", "fresh"] = Field(
         default="cached",
@@ -218,7 +219,8 @@ class ServerSettings(ListenSettings):
     )
     diary: Folder | None = Field(
         default=None,
-        description="for benchmarks: folder for a file, named by the blocks, of when passes ran",
+        description="for benchmarks: folder for a file, named by the blocks, of when passes ran; "
+        "START-END.needs.json there, if any, says what passes need",
     )
     emulate_link: EmulatedLine | None = Field(default=None, description=EMULATE_LINK)
     max_frame_bytes: PositiveInt = Field(

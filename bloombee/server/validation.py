@@ -137,9 +137,9 @@ _OPEN_RULES: tuple[Rule[Open, _OpenContext], ...] = (
         ),
     ),
     Rule(
-        lambda m, c: m.dtype == "int32",
+        lambda m, c: m.dtype not in ("float32", "bfloat16", "float16"),
         RequestError,
-        lambda m, c: "rows travel as float32, bfloat16 or float16, not int32",
+        lambda m, c: f"rows travel as float32, bfloat16 or float16, not {m.dtype}",
     ),
     Rule(
         lambda m, c: bool(m.prefixes) and len(m.prefixes) != m.sequences,

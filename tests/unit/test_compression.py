@@ -10,7 +10,14 @@ import torch
 from bloombee.compression import decode, encode, torch_dtype, wire_dtype
 from bloombee.errors import ProtocolError, RequestError, Unsupported
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int32)
+DTYPES = (
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.int32,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+)
 
 
 def matrix(dtype: torch.dtype, rows: int = 5, width: int = 7) -> torch.Tensor:

@@ -336,7 +336,7 @@ def test_children_get_passive_threads(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"recovery_s": 0}, "recovery_s: should be greater than 0"),
         ({"silence_s": float("nan")}, "silence_s: should be a finite number"),
         ({"request_s": float("inf")}, "request_s: should be a finite number"),
-        ({"codec": "zip"}, "codec: should be 'auto', 'raw' or 'split'"),
+        ({"codec": "zip"}, "codec: should be 'auto', 'raw', 'split', 'lossy-int8'"),
         ({"patience": 1}, "patience: "),
         ({"heartbeat_s": 3}, "more than half of silence_s=4"),
     ],

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 
 import numpy as np
 import pytest
 import torch
+import xxhash
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from bloombee.compression import decode, encode, wire_dtype
 from bloombee.compression.entropy import entropy
 from bloombee.compression.layout import Layout
+from bloombee.compression.lent import Lender
+from bloombee.compression.planes import MOST_VALUES, strips
 from bloombee.compression.split import SplitCodec
 from bloombee.errors import ProtocolError
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int32)
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int32, *FP8)
 SPECIAL = (0.0, -0.0, float("inf"), -float("inf"), float("nan"), 1e-45, -1e-40, 6e-8, 3.4e38)
 
 
@@ -83,7 +88,7 @@ def test_noise_is_stored_not_swollen() -> None:
     assert same(noise) <= noise.nbytes + 64
 
 
-@pytest.mark.parametrize("dtype", DTYPES[:3])
+@pytest.mark.parametrize("dtype", [*DTYPES[:3], *FP8])
 def test_repeated_rows_travel_once(dtype: torch.dtype) -> None:
     once = hidden(50, 576, dtype)
     order = torch.randint(0, 50, (400,), generator=torch.Generator().manual_seed(2))
@@ -122,6 +127,65 @@ def test_no_damaged_byte_goes_unnoticed(repeats: int) -> None:
             codec.decode(frame[:cut], layout)
     with pytest.raises(ProtocolError):
         codec.decode(frame + b"\0", layout)
+
+
+def framed(body: bytes) -> bytes:
+    """With the checksum that a liar would give it."""
+    return body + xxhash.xxh3_64_digest(body)
+
+
+def test_lies_with_a_right_checksum_are_refused_too() -> None:
+    tensor = hidden(12, 40, torch.bfloat16).repeat_interleave(3, dim=0)
+    codec, layout = SplitCodec(), Layout(torch.bfloat16, 36, 40)
+    body = bytes(codec.encode(tensor))[:-8]
+    codec.decode(framed(body), layout)
+    table_at = 12 + 4 * 37
+    for position in (*range(12), *range(12, 16), table_at, table_at + 3, table_at + 7):
+        lie = bytearray(body)
+        lie[position] ^= 0x81
+        with pytest.raises(ProtocolError):
+            codec.decode(framed(bytes(lie)), layout)
+    lie = bytearray(body)
+    lie[16:20] = (12).to_bytes(4, "little")  # one row more than there are
+    with pytest.raises(ProtocolError, match="does not hold"):
+        codec.decode(framed(bytes(lie)), layout)
+    for cut in range(len(body)):
+        with pytest.raises(ProtocolError):
+            codec.decode(framed(body[:cut]), layout)
+    for position in range(table_at + 8, len(body)):
+        lie = bytearray(body)
+        lie[position] ^= 0xFF  # another matrix, or none: but no other error, and no more memory
+        with contextlib.suppress(ProtocolError):
+            assert codec.decode(framed(bytes(lie)), layout).shape == (36, 40)
+
+
+@pytest.mark.parametrize("values", [196608, 196609, 400_001])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16, *FP8])
+def test_long_matrices_are_cut_into_strips(values: int, dtype: torch.dtype) -> None:
+    cuts = strips(values)
+    assert sum(cut.stop - cut.start for cut in cuts) == values
+    assert max(cut.stop - cut.start for cut in cuts) <= MOST_VALUES
+    assert same(hidden(1, values, dtype)) < 0.95 * values * dtype.itemsize
+
+
+def test_memory_is_used_again_only_when_nobody_reads_it() -> None:
+    codec, layout = SplitCodec(), Layout(torch.bfloat16, 64, 576)
+    tensors = [hidden(64, 576, torch.bfloat16, seed) for seed in range(12)]
+    frames = [codec.encode(tensor) for tensor in tensors]
+    rows = [codec.decode(frame, layout)[3:] for frame in frames]
+    parts = [memoryview(frame)[4:8] for frame in frames]
+    assert len({each.data_ptr() for each in rows}) == len(rows)
+    for tensor, frame, row in zip(tensors, frames, rows, strict=True):
+        assert bits(row) == bits(tensor[3:])
+        assert bits(codec.decode(frame, layout)) == bits(tensor)
+    assert len(parts) == len(frames)
+    lender = Lender()
+    first = id(lender.lend(100_000))
+    assert id(lender.lend(50_000)) == first
+    view = memoryview(lender.lend(50_000))[10:20]
+    assert id(lender.lend(50_000)) != first
+    del view
+    assert id(lender.lend(50_000)) == first
 
 
 def test_a_frame_of_another_shape_or_dtype_is_refused() -> None:
