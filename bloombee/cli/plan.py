@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from bloombee.cli.plan_report import PlanReport
     from bloombee.config.clusters import ClusterFile
     from bloombee.planner.planning import Problem
+    from bloombee.planner.profiles import Cluster, ModelFacts
 
 PROG = "bloombee-plan"
 WIDTH_IN_PIPES = 160
@@ -56,6 +57,17 @@ def show(settings: PlanSettings) -> None:
 
 def make(settings: PlanSettings) -> PlanReport:
     """Plan as the settings ask. Raises as `show` does."""
+    if settings.cluster is None:
+        from bloombee.cli.plan_live import live
+
+        return live(settings)
+    file = _cluster_file(settings.cluster)
+    about = file.about or settings.cluster
+    return planned(settings, _problem(settings, file, settings.cluster), about)
+
+
+def planned(settings: PlanSettings, problem: Problem, about: str) -> PlanReport:
+    """The best plan of a problem, and what else there was. Raises SettingsError for none."""
     from bloombee.cli.plan_report import PlanReport
     from bloombee.planner.alternatives import alternatives
     from bloombee.planner.explanation import explain
@@ -63,12 +75,12 @@ def make(settings: PlanSettings) -> PlanReport:
     from bloombee.planner.rehearsal import Rehearsal, rank, served_tokens_per_s
     from bloombee.planner.replicas import plan_replicas
 
-    file = _cluster_file(settings.cluster)
-    problem = _problem(settings, file)
     found = candidates(problem) if settings.batch else widened(problem)
     if not found:
         reason = explain(problem).reason
-        raise SettingsError(f"no plan for {settings.model} on {settings.cluster}: {reason}")
+        raise SettingsError(
+            f"no plan for {settings.model} on {settings.cluster or about}: {reason}"
+        )
     rehearsal = Rehearsal(prompts=settings.count_prefill)
     chosen = rank(problem, found)[0]
     served = served_tokens_per_s(chosen, problem.workload, rehearsal)
@@ -77,7 +89,6 @@ def make(settings: PlanSettings) -> PlanReport:
         together = served_tokens_per_s(several, problem.workload, rehearsal)
         if len(several.routes) > 1 and together > served:
             chosen, served = several, together
-    about = file.about or settings.cluster
     return PlanReport(about, problem, chosen, served, tuple(alternatives(problem, chosen)))
 
 
@@ -95,24 +106,32 @@ def _cluster_file(cluster: str) -> ClusterFile:
     return read_cluster(known[name])
 
 
-def _problem(settings: PlanSettings, file: ClusterFile) -> Problem:
+def _problem(settings: PlanSettings, file: ClusterFile, name: str) -> Problem:
     from bloombee.cli.model_facts import facts_of
     from bloombee.config.clusters import codecs, devices
     from bloombee.planner.clusters import Tables, build
+
+    model = facts_of(settings.model, settings.value_bytes)
+    return problem_of(settings, model, build(file, model, Tables(devices(), codecs())), name)
+
+
+def problem_of(settings: PlanSettings, model: ModelFacts, cluster: Cluster, name: str) -> Problem:
+    """What the settings ask of that cluster.
+
+    Raises SettingsError where a price or watts are needed and missing.
+    """
     from bloombee.planner.planning import Problem
     from bloombee.planner.workload import Objective, Workload
 
-    model = facts_of(settings.model, settings.value_bytes)
-    cluster = build(file, model, Tables(devices(), codecs()))
     objective = Objective(settings.objective)
     if objective is Objective.COST:
         free = [p.peer for p in cluster.peers if not p.price_per_hour and not p.purchase]
         if free:
             raise SettingsError(
-                f"{settings.cluster}: {free[0]} has no price: give it price_per_hour or dollars"
+                f"{name}: {free[0]} has no price: give it price_per_hour or dollars"
             )
     if objective is Objective.ENERGY and (dark := [p.peer for p in cluster.peers if not p.watts]):
-        raise SettingsError(f"{settings.cluster}: {dark[0]} has no watts: give it watts")
+        raise SettingsError(f"{name}: {dark[0]} has no watts: give it watts")
     workload = Workload(
         prompt_tokens=settings.prompt_tokens,
         new_tokens=settings.new_tokens,

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from bloombee.planner.planning import Problem
 
 BAR = 20
+SHOWN_LETTERS = 24
 COLUMNS: tuple[tuple[str, Literal["left", "right"]], ...] = (
     ("peer", "left"),
     ("device", "left"),
@@ -44,15 +45,34 @@ UNITS = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Today:
+    """A running swarm as it is: what its placement gives by the same costs, and each span.
+
+    `moves`: the peers that the plan has serve otherwise. `guessed` of `links` are not measured.
+    """
+
+    tokens_per_s: float
+    gain: float | None
+    moves: tuple[str, ...]
+    guessed: int
+    links: int
+    left_out: tuple[str, ...]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class PlanReport:
-    """The chosen plan; `served_tokens_per_s` is the simulator's figure."""
+    """The chosen plan; `served_tokens_per_s` is the simulator's figure.
+
+    `today` is for a running swarm.
+    """
 
     about: str
     problem: Problem
     plan: Plan
     served_tokens_per_s: float
     alternatives: tuple[Alternative, ...]
+    today: Today | None = None
 
     def as_json(self) -> dict[str, Any]:
         """Everything, with the derived figures by name."""
@@ -63,6 +83,7 @@ class PlanReport:
             **_figures(self.plan),
             "routes": [{**asdict(r), **_route_figures(r)} for r in self.plan.routes],
             "alternatives": [_alternative_json(a) for a in self.alternatives],
+            **({"today": asdict(self.today)} if self.today else {}),
         }
 
 
@@ -95,6 +116,8 @@ def _alternative_json(alternative: Alternative) -> dict[str, Any]:
 def render(report: PlanReport) -> RenderableType:
     """The report for a terminal."""
     parts: list[RenderableType] = [_heading(report)]
+    if report.today is not None:
+        parts.append(_today(report.today))
     for number, route in enumerate(report.plan.routes, 1):
         title = f"route {number} of {len(report.plan.routes)}: " if report.plan.routes[1:] else ""
         parts += [Text(title + _shape(route), style="bold"), _table(route), Text()]
@@ -122,6 +145,22 @@ def _heading(report: PlanReport) -> Text:
     return text.append("\n")
 
 
+def _today(today: Today) -> Text:
+    if today.gain is None:
+        text = Text("today: the servers as they are leave blocks that nobody can serve so\n")
+    else:
+        text = Text(
+            f"today: {today.tokens_per_s:,.1f} tokens/s; the plan gives {today.gain:.2f} x\n"
+        )
+    for move in today.moves:
+        text.append(f"  {move}\n")
+    if today.guessed:
+        text.append(f"{today.guessed} of {today.links} links are guessed, not measured\n", "yellow")
+    for line in today.left_out:
+        text.append(f"left out: {line}\n", "red")
+    return text
+
+
 def _shape(route: RoutePlan) -> str:
     shape = route.shape
     where = "server" if shape.head is Head.SERVER else "client"
@@ -146,8 +185,8 @@ def _table(route: RoutePlan) -> Table:
 def _stage(route: RoutePlan, stage: StagePlan) -> tuple[str | Text, ...]:
     busiest = stage.decode_s >= route.decode_bottleneck_s
     return (
-        str(stage.peer),
-        stage.kind,
+        _short(stage.peer),
+        stage.kind[:SHOWN_LETTERS],
         str(stage.span),
         f"{stage.kv_offload:.0%}" if stage.kv_offload else "-",
         str(stage.streamed_blocks or "-"),
@@ -158,11 +197,16 @@ def _stage(route: RoutePlan, stage: StagePlan) -> tuple[str | Text, ...]:
     )
 
 
+def _short(name: str) -> str:
+    """A machine's name; of a peer id what tells it from others."""
+    return name if len(name) <= SHOWN_LETTERS else f"..{name[-8:]}"
+
+
 def _hop(route: RoutePlan, hop: HopPlan) -> tuple[str | Text, ...]:
     busiest = hop.decode_busy_s >= route.decode_bottleneck_s
     ids = route.shape.head is Head.SERVER and hop is route.hops[-1]
     return (
-        str(hop.target or "client"),
+        _short(hop.target or "client"),
         "ids" if ids else hop.codec,
         f"{hop.decode_s * 1e3:.1f}",
         _marked(hop.decode_busy_s, busiest=busiest),
@@ -229,8 +273,11 @@ def _why(objective: Objective, made: Plan) -> str:
 
 def _footnote(report: PlanReport) -> str:
     counted = "prompts counted" if report.problem.workload.count_prefill else "decoding only"
+    times = "roofline model of published figures, not measured"
+    if report.today is not None:
+        times = "as the servers measured them"
     return (
-        f"tokens/s: {counted}. Block times: roofline model of published figures, not measured. "
+        f"tokens/s: {counted}. Block times: {times}. "
         "tokens/J: declared watts of the used devices; no hosts, no network.\n"
         "Memory: # weights, e embedding and head, k KV, b buffers, w workspace. "
         "KV away: on the host. < busiest."

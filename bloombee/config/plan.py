@@ -4,21 +4,23 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from bloombee.config.base import Flag, Settings
+from bloombee.config.base import Flag
 from bloombee.config.fields import File, ModelName, PositiveInt
+from bloombee.config.settings import NetworkSettings
 
 Batches = Annotated[tuple[PositiveInt, ...], Flag(metavar="N")]
 ClusterName = Annotated[str, Field(min_length=1), Flag(metavar="FILE|NAME")]
 
 
-class PlanSettings(Settings):
-    """`bloombee-plan`."""
+class PlanSettings(NetworkSettings):
+    """`bloombee-plan`: for machines in a file, or with initial peers for those of a swarm."""
 
     model: ModelName = Field(description="the model to plan for")
-    cluster: ClusterName = Field(
-        description="machines and links: a YAML file, or the name of one that comes along"
+    cluster: ClusterName | None = Field(
+        default=None,
+        description="machines and links: a YAML file, or the name of one that comes along",
     )
     objective: Literal["throughput", "latency", "first-token", "cost", "energy"] = Field(
         default="throughput", description="what makes one plan better than another"
@@ -44,3 +46,12 @@ class PlanSettings(Settings):
     plot: File | None = Field(
         default=None, description="draw the pipeline's timeline into this PNG; needs matplotlib"
     )
+
+    @model_validator(mode="after")
+    def _one_source(self) -> PlanSettings:
+        if (self.cluster is None) == (not self.initial_peers):
+            raise ValueError(
+                "give --cluster FILE|NAME to plan for machines that are described there, or "
+                "--initial-peers MADDR ... for those of a running swarm; one of them"
+            )
+        return self
