@@ -51,6 +51,7 @@ QUICK = ClientSettings(
     silence_s=1,
     recovery_s=5,
     queue_s=0.3,
+    survey_s=0,
 )
 
 

@@ -41,7 +41,8 @@ class BatchTerms:
     A `growable` batch may exceed that: it moves to a larger session, whose servers
     compute its past again. Of each `repeats` neighbouring rows the prompt is the
     same (beams, several answers to one prompt): it is computed once and forked.
-    A `background` one gives way to others at the servers.
+    A `background` one gives way to others at the servers; with `server_head` they choose its
+    tokens.
     """
 
     rows: int
@@ -49,6 +50,7 @@ class BatchTerms:
     growable: bool = True
     repeats: int = 1
     background: bool = False
+    server_head: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ from bloombee.protocol.messages import (
 )
 
 NO_OPERATIONS = Operations()
+_NEWEST, _OUTLIER = 0.1, 4.0
 Answer = tuple[Output, memoryview]
 Choices = Callable[[], tuple[Sampling | None, ...]]
 """How the next tokens of a step's rows are chosen, as of now."""
@@ -37,6 +38,21 @@ class Standing:
     session: bytes
     epoch: int
     deadline_ms: int = 0
+
+
+@dataclass(slots=True)
+class Pace:
+    """How long a token takes of late, from sending its step (or its loop's) to the answer."""
+
+    steps: int = 0
+    token_s: float = 0.0
+
+    def note(self, seconds: float) -> None:
+        """One more; a single pause counts little."""
+        self.steps += 1
+        if self.steps == 1:
+            self.token_s = seconds
+        self.token_s += _NEWEST * (min(seconds, _OUTLIER * self.token_s) - self.token_s)
 
 
 @dataclass(slots=True, eq=False)
@@ -65,6 +81,7 @@ class PendingStep:
     choices: Choices | None = None
     then: Callable[[PendingStep, Output, memoryview], PendingStep | None] | None = None
     until: int = 0
+    entered_s: float = field(default_factory=lambda: asyncio.get_running_loop().time())
 
     def message(self, standing: Standing, answered: int) -> Step:
         """What is sent before `content`."""
@@ -96,6 +113,7 @@ class Ledger:
         self.newest = [0] * sequences
         """Per sequence the newest answered step that changed it."""
         self.numbered = 0
+        self.pace = Pace()
         self._pending: dict[int, PendingStep] = {}
         self._replays: dict[int, asyncio.Future[None]] = {}
 
@@ -158,6 +176,8 @@ class Ledger:
             return None
         following = None if step.then is None else step.then(step, output, content)
         del self._pending[output.step]
+        if step.phase == "decode":
+            self.pace.note(asyncio.get_running_loop().time() - step.entered_s)
         if following is not None:
             self.enter(following)
         for sequence in step.part.table.sequences:

@@ -44,6 +44,7 @@ class Strand:
             growable=False,
             repeats=self.repeats,
             background=self.background,
+            server_head=True,
         )
 
     def split(self, count: int) -> list[Strand]:

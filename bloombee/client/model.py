@@ -268,7 +268,7 @@ class DistributedModelForCausalLM(ManyPromptsMixin, RemoteGenerationMixin, PreTr
         self.check_length(terms.max_length)
         limit = self.source.max_length
         embed = partial(_embed, self._ends)
-        opening = partial(self._opening, background=terms.background)
+        opening = partial(self._opening, background=terms.background, server_head=terms.server_head)
         backend = Backend(opening, embed, self._loop, limit, self.left_s)
         return RemoteBatch(terms, backend)
 
@@ -287,9 +287,12 @@ class DistributedModelForCausalLM(ManyPromptsMixin, RemoteGenerationMixin, PreTr
         prompts: tuple[tuple[int, ...], ...] = (),
         *,
         background: bool = False,
+        server_head: bool = False,
     ) -> Coroutine[Any, Any, RemoteSession]:
         self.check_length(max_length)
-        terms = self.session_terms(sequences, max_length, prompts, background=background)
+        terms = self.session_terms(
+            sequences, max_length, prompts, background=background, server_head=server_head
+        )
         return self._open(terms, self.left_s() or self.settings.request_s)
 
     def session_terms(
@@ -299,6 +302,7 @@ class DistributedModelForCausalLM(ManyPromptsMixin, RemoteGenerationMixin, PreTr
         prompts: tuple[tuple[int, ...], ...] = (),
         *,
         background: bool = False,
+        server_head: bool = False,
     ) -> SessionTerms:
         """What a session of the model reserves."""
         return SessionTerms(
@@ -310,6 +314,7 @@ class DistributedModelForCausalLM(ManyPromptsMixin, RemoteGenerationMixin, PreTr
             self.source.whole_prompts,
             prompts,
             background,
+            server_head,
         )
 
     async def _open(self, terms: SessionTerms, within_s: float) -> RemoteSession:

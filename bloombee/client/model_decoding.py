@@ -36,7 +36,9 @@ class RemoteDecodingMixin:
             """See `DistributedModelForCausalLM`."""
             ...
 
-        def session_terms(self, sequences: int, max_length: int) -> SessionTerms:
+        def session_terms(
+            self, sequences: int, max_length: int, *, server_head: bool
+        ) -> SessionTerms:
             """See `DistributedModelForCausalLM`."""
             ...
 
@@ -146,5 +148,5 @@ class RemoteDecodingMixin:
             return min(self.settings.micro_batches, rows)
         if rows < 2 * LEAST_ROWS:
             return 1
-        terms = self.session_terms(LEAST_ROWS, strand.terms.max_length)
+        terms = self.session_terms(LEAST_ROWS, strand.terms.max_length, server_head=True)
         return chosen_count(rows, await self.access.stages(terms))

@@ -27,7 +27,7 @@ from bloombee.client.delivery import Delivery
 from bloombee.client.entering import Entering
 from bloombee.client.heartbeat import keep_alive
 from bloombee.client.history import Entry, History
-from bloombee.client.ledger import Ledger
+from bloombee.client.ledger import Ledger, Pace
 from bloombee.client.looping import Loop
 from bloombee.client.opening import Opening, StageFailure, dial, open_seats
 from bloombee.client.prefixes import Beginning, chains
@@ -114,6 +114,11 @@ class RemoteSession:
     def traffic(self) -> Traffic:
         """What the session moved."""
         return self._circuit.progress.traffic
+
+    @property
+    def pace(self) -> Pace:
+        """How long its tokens take."""
+        return self._circuit.ledger.pace
 
     @property
     def max_step_tokens(self) -> int:

@@ -12,7 +12,7 @@ import asyncio
 import logging
 import random
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from bloombee.client.links import Connect
@@ -21,6 +21,7 @@ from bloombee.client.replay import EmbedEntries
 from bloombee.client.routing import Demand, choose_route
 from bloombee.client.session import RemoteSession
 from bloombee.client.surroundings import Holder
+from bloombee.client.survey import Survey, endpoints_of
 from bloombee.client.terms import SessionTerms
 from bloombee.config.client import ClientSettings
 from bloombee.core import PeerId, Span
@@ -35,6 +36,8 @@ from bloombee.errors import (
 )
 from bloombee.planner.neighbours import Neighbours
 from bloombee.planner.recovery import PeerHealth, doubled
+from bloombee.planner.routing import token_s
+from bloombee.planner.workload import Objective
 from bloombee.swarm.view import SERVING, SwarmSnapshot
 from bloombee.swarm.warming import Warmer
 from bloombee.transport.interface import Endpoint
@@ -45,6 +48,8 @@ STALE_S = 30.0
 """How old a look may be whose servers take over lost blocks at once."""
 YOUNG_S = 20.0
 """How old a look gets while sessions run: with the time between looks, not yet stale."""
+BATCH_ROWS = 4
+"""A session of so many sequences is a batch: others like it share its route."""
 PROMPT_ATTEMPTS = 2
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 1.0
@@ -91,6 +96,7 @@ class SwarmAccess:
     health: PeerHealth = field(init=False)
     neighbours: Neighbours = field(init=False)
     warmer: Warmer = field(init=False)
+    survey: Survey = field(init=False)
     _seen: tuple[float, SwarmSnapshot] | None = field(default=None, init=False)
     _looking: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
 
@@ -100,6 +106,7 @@ class SwarmAccess:
         )
         self.warmer = Warmer(self.connect)
         self.neighbours = Neighbours(self.settings.codec)
+        self.survey = Survey(self.connect, self.settings, self.neighbours)
 
     async def open(
         self, terms: SessionTerms, tasks: asyncio.TaskGroup, embed: EmbedEntries
@@ -112,6 +119,7 @@ class SwarmAccess:
         """
         now_s = asyncio.get_running_loop().time()
         search = _Search(now_s + self.settings.open_s, now_s + self.settings.queue_s)
+        await self._survey(terms, tasks)
         while True:
             holders = await self._find(search, terms)
             session = RemoteSession(holders, terms, self, tasks, embed)
@@ -120,6 +128,7 @@ class SwarmAccess:
             except StageFailure as stage:
                 self._learn(search, stage)
             else:
+                self._follow(session)
                 return session
             await asyncio.sleep(search.pause_s())
 
@@ -261,13 +270,56 @@ class SwarmAccess:
         part: Span | None = None,
         busy: Mapping[PeerId, str] | None = None,
     ) -> list[Holder]:
-        demand = Demand(
-            self.num_blocks, terms.fingerprint, terms.dtype, terms.sequences, terms.max_length, part
-        )
+        demand = self._demand(terms, part)
         # When nobody serves this model, the error tells what is served instead.
         records = snapshot.select(fingerprint=terms.fingerprint).records or snapshot.records
-        route = choose_route(records, demand, tie_break=self.tie_break, exclude=exclude, busy=busy)
+        route = choose_route(
+            records,
+            demand,
+            tie_break=self.tie_break,
+            exclude=exclude,
+            busy=busy,
+            known=self.survey.known(),
+        )
         return [Holder(stage, _endpoints(snapshot, stage.peer)) for stage in route.stages]
+
+    def _demand(self, terms: SessionTerms, part: Span | None) -> Demand:
+        objective = self.settings.objective
+        if objective == "auto":
+            many = terms.background or terms.sequences >= BATCH_ROWS
+            objective = "throughput" if many else "latency"
+        return Demand(
+            self.num_blocks,
+            terms.fingerprint,
+            terms.dtype,
+            terms.sequences,
+            terms.max_length,
+            part,
+            prompt_tokens=max(map(len, terms.prompts), default=0),
+            row_bytes=terms.row_bytes,
+            objective=Objective(objective),
+            server_head=terms.server_head,
+        )
+
+    async def _survey(self, terms: SessionTerms, tasks: asyncio.TaskGroup) -> None:
+        """Let servers say what a route over them would cost, if there is a choice."""
+        if not self.settings.survey_s:
+            return
+        snapshot = await self._snapshot(self.settings.snapshot_s)
+        online = snapshot.select(fingerprint=terms.fingerprint, dtype=terms.dtype, states=SERVING)
+        await self.survey.look(online.records, tasks)
+
+    def _follow(self, session: RemoteSession) -> None:
+        """Count the session's load, and learn from it whether servers are what they say."""
+        terms, route = session.terms, session.route
+        demand = self._demand(terms, None)
+        predicted_s = 0.0
+        found = [None if self._seen is None else self._seen[1].find(s.peer) for s in route.stages]
+        records = [record for record in found if record is not None]
+        if demand.objective is Objective.LATENCY and len(records) == len(route.stages):
+            errand = replace(demand.errand, prompt_tokens=0, kv_tokens=0)
+            predicted_s = token_s(route, records, errand, self.survey.known())
+        self.survey.follow(session, predicted_s, rows=terms.sequences, kv_tokens=demand.kv_tokens)
 
 
 def _may_pass(error: BloomBeeError) -> bool:
@@ -288,8 +340,4 @@ def _renewed(before: SwarmSnapshot, after: SwarmSnapshot) -> list[PeerId]:
 
 def _endpoints(snapshot: SwarmSnapshot, peer: PeerId) -> tuple[Endpoint, ...]:
     record = snapshot.find(peer)
-    if record is None:
-        return ()
-    # One without an address is reached through libp2p.
-    addresses = record.addresses or ("",)
-    return tuple(Endpoint(record.peer, address, record.certificate_hash) for address in addresses)
+    return () if record is None else endpoints_of(record)

@@ -14,7 +14,8 @@ class SessionTerms:
 
     With `whole_prompts` no step is split: the model rotates by the length of the call.
     `prompts`, if given, are those that the first step is going to bring, of each sequence.
-    What it does in the `background` gives way to others at the servers.
+    What it does in the `background` gives way to others at the servers. With `server_head`
+    they choose its tokens.
     """
 
     fingerprint: str
@@ -25,6 +26,7 @@ class SessionTerms:
     whole_prompts: bool = False
     prompts: tuple[tuple[int, ...], ...] = ()
     background: bool = False
+    server_head: bool = False
 
     @property
     def row_bytes(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
@@ -59,6 +59,16 @@ class ClientSettings(Settings):
     )
     snapshot_s: Wait = Field(
         default=3.0, description="how long one look at the swarm serves new sessions"
+    )
+    objective: Literal["auto", "latency", "throughput"] = Field(
+        default="auto",
+        description="what a route is chosen for: the time of a token, or tokens of many sessions; "
+        "auto: throughput for batches and in the background, else latency",
+    )
+    survey_s: Wait = Field(
+        default=0.3,
+        description="for servers to say what they cost and how busy they are before a session "
+        "opens without; 0: don't ask them",
     )
     steps_in_flight: int = Field(
         default=8, ge=1, description="steps of a long prompt sent before the first is answered"

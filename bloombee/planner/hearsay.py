@@ -28,12 +28,12 @@ LEAST_BYTES_PER_S = 100.0
 STALE_LINK_S = 600.0
 """After so long without a measurement a link may have changed altogether."""
 MOST_CORRECTION = 20.0
-LEAST_CORRECTION = 0.5
-"""A server that outdoes its word is taken to be so much quicker at most."""
+LEAST_CORRECTION = 1.0
+"""One that outdoes what was promised, or usual, has no advantage: those untried might, too."""
 AS_PROMISED = 1.25
 """Times that differ by less say nothing."""
-GAIN = 0.5
-"""How far one session moves a correction; all its servers share the blame."""
+SHARED = 0.5
+"""How far one session moves the corrections of servers that share the blame."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,14 +130,17 @@ def link_of(report: LinkReport) -> LinkFacts | None:
     return LinkFacts(alpha_s, bytes_per_s) if alpha_s or bytes_per_s else None
 
 
-def corrected(correction: float, observed_s: float, predicted_s: float) -> float:
+def corrected(correction: float, observed_s: float, predicted_s: float, stages: int = 1) -> float:
     """A server's correction after a token on its route took so long instead of as predicted."""
     if not (observed_s > 0 and predicted_s > 0):
         return correction
     ratio = observed_s / predicted_s
     if 1 / AS_PROMISED <= ratio <= AS_PROMISED:
         return correction
-    return min(max(correction * ratio**GAIN, LEAST_CORRECTION), MOST_CORRECTION)
+    return min(
+        max(correction * ratio ** (1.0 if stages == 1 else SHARED), LEAST_CORRECTION),
+        MOST_CORRECTION,
+    )
 
 
 def faded(correction: float, age_s: float, half_life_s: float) -> float:

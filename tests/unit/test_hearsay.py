@@ -114,7 +114,9 @@ def test_a_server_that_keeps_no_promise_is_avoided_for_a_while() -> None:
 
 def test_corrections_have_bounds_and_ignore_noise() -> None:
     assert corrected(1.0, 0.011, 0.010) == 1.0
-    assert corrected(1.0, 0.040, 0.010) == pytest.approx(2.0)
+    assert corrected(1.0, 0.040, 0.010) == pytest.approx(4.0)
+    assert corrected(1.0, 0.040, 0.010, stages=3) == pytest.approx(2.0)
     assert corrected(19.0, 1e9, 0.010) == 20.0
-    assert corrected(1.0, 1e-9, 0.010) == 0.5
+    assert corrected(1.0, 1e-9, 0.010) == 1.0
+    assert corrected(8.0, 0.0025, 0.010) == pytest.approx(2.0)
     assert corrected(1.5, NAN, 0.010) == 1.5
