@@ -15,10 +15,11 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from bloombee.client.ledger import Ledger
+from bloombee.client.ledger import Ledger, PendingStep
 from bloombee.client.links import StageLink
 from bloombee.client.payloads import RowsTo
 from bloombee.client.surroundings import Holder
+from bloombee.client.tracing import Tracer
 from bloombee.client.traffic import Progress
 from bloombee.core import PeerId, Route, Span, Stage
 from bloombee.core.identifiers import SESSION_ID_BYTES
@@ -26,6 +27,7 @@ from bloombee.errors import BloomBeeError, DeadlineExceeded, TransportError
 from bloombee.planner.neighbours import Neighbours
 from bloombee.planner.recovery import Trouble, trouble_of
 from bloombee.protocol.messages import Failed, Leaving, Opened, Output, Source
+from bloombee.telemetry import loop_us
 from bloombee.transport.interface import Endpoint
 
 _log = logging.getLogger(__name__)
@@ -113,6 +115,9 @@ class Circuit:
         self.tasks = tasks
         self.neighbours = neighbours
         self.progress = Progress(Route(tuple(seat.stage for seat in seats)))
+        self.progress.traffic.sessions.append(self.session.hex())
+        self.tracer = Tracer(self.progress.traffic.traces.append)
+        _log.debug("session %s on %d stages", self.session.hex(), len(seats))
         self.reports: list[Report] = []
         self.alarm = asyncio.Event()
         """Set when there is something to see to, even if nobody waits for a stage."""
@@ -188,9 +193,17 @@ class Circuit:
         if link is self.seats[-1].link:
             step = self.ledger.take(output, content)
             if step is not None:
+                self._trace(link, step, output)
                 return
         if not self.ledger.take_replay(output.step):
             _log.debug("%s answered step %d, which is not waited for", link, output.step)
+
+    def _trace(self, link: StageLink, step: PendingStep, output: Output) -> None:
+        if step.trace:
+            clock_us = self.neighbours.estimator(link.stage.peer).clock_us
+            self.tracer.answered(step, output, loop_us(), clock_us)
+            if not self.ledger:
+                self.tracer.forget()
 
     def hear_failed(self, link: StageLink, failed: Failed) -> None:
         """An error of this epoch is a symptom; one of an earlier epoch is old news."""

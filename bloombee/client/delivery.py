@@ -6,18 +6,18 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from functools import partial
+
+import msgspec
 
 from bloombee.client.circuit import Circuit, Interrupted
 from bloombee.client.entering import Entering
-from bloombee.client.ledger import NO_OPERATIONS, Answer, PendingStep, Standing
+from bloombee.client.ledger import NO_OPERATIONS, PendingStep, Standing
 from bloombee.client.moving import PAUSE_S, Moving
 from bloombee.client.recovery import Recoverer
 from bloombee.client.replay import Past, send
 from bloombee.client.surroundings import Surroundings
-from bloombee.client.traffic import StepTrace
 from bloombee.errors import BloomBeeError, RequestError, StepFailed, TransportError
-from bloombee.telemetry import now_us
+from bloombee.telemetry import loop_us
 
 _log = logging.getLogger(__name__)
 
@@ -73,6 +73,8 @@ class Delivery:
         have no holder (for too long, if it `is_patient`), or what a stage says of a step.
         """
         circuit = self._circuit
+        if is_patient:
+            self._recoverer.called()
         while True:
             if self._moving.is_due:
                 await self._moving.request()
@@ -109,17 +111,14 @@ class Delivery:
         left_ms = max(1, min(int((until_s - now_s) * _MS), (1 << 32) - 1))
         standing = Standing(self._circuit.session, self._circuit.epoch, left_ms)
         message = step.message(standing, self._ledger.answered)
-        if step.trace and not step.is_traced:
-            step.is_traced = True
-            step.answer.add_done_callback(partial(self._trace, now_us()))
         step.is_ours = True
-        await send(self._circuit.seats[0].stream, message, step.content)
+        first = self._circuit.seats[0].stream
+        now_us, clock_us = loop_us(), self._circuit.neighbours.estimator(first.stage.peer).clock_us
+        if clock_us is not None:
+            message = msgspec.structs.replace(message, sent_us=max(0, now_us + clock_us))
+        self._circuit.tracer.began(step, now_us)
+        await send(first, message, step.content)
         step.sent = True  # not before: cut short, it may or may not be on its way
-
-    def _trace(self, sent_us: int, answer: asyncio.Future[Answer]) -> None:
-        if not answer.cancelled():
-            taken = StepTrace(now_us() - sent_us, answer.result()[0].timings)
-            self._circuit.progress.traffic.traces.append(taken)
 
     # Losses ----------------------------------------------------------------------------
 

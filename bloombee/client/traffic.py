@@ -12,15 +12,32 @@ from bloombee.transport.interface import StreamCounters
 
 @dataclass(frozen=True, slots=True)
 class StepTrace:
-    """One traced step: from sending it to its output, and each stage's share, in microseconds."""
+    """One traced step: from sending it to its output, and each stage's share, in microseconds.
+
+    `back_us` is the output's way to the client. A step that the servers began themselves
+    is `looped`: it lasts from the output before it to its own, and `back_us` is no part of that.
+    """
 
     round_trip_us: float
     stages: tuple[Timing, ...]
+    phase: str = "decode"
+    back_us: float = 0.0
+    looped: bool = False
 
     @property
     def compute_us(self) -> float:
         """What the stages spent computing, together."""
         return sum(stage.compute_us for stage in self.stages)
+
+    @property
+    def wire_us(self) -> float:
+        """What it spent on its way from machine to machine."""
+        return sum(stage.wire_us for stage in self.stages) + self.back_us
+
+    @property
+    def known_us(self) -> float:
+        """The sum of all parts: what is missing of `round_trip_us` is in no stage's books."""
+        return self.wire_us + sum(stage.total_us for stage in self.stages)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +69,15 @@ class Traffic:
 
     `traces` holds a `StepTrace` for every step when the settings ask for `trace`,
     `recoveries` every recovery, `adopted` for each sequence whose prompt was announced how
-    many tokens of it all stages had kept of earlier sessions.
+    many tokens of it all stages had kept of earlier sessions, `sessions` their ids, as
+    `bloombee-status --trace` takes them.
     """
 
     streams: list[StreamCounters] = field(default_factory=list)
     traces: list[StepTrace] = field(default_factory=list)
     recoveries: list[Recovery] = field(default_factory=list)
     adopted: list[int] = field(default_factory=list)
+    sessions: list[str] = field(default_factory=list)
 
     @property
     def bytes_sent(self) -> int:
@@ -102,4 +121,5 @@ def merged(parts: Sequence[Traffic]) -> Traffic:
         [trace for part in parts for trace in part.traces],
         [recovery for part in parts for recovery in part.recoveries],
         [tokens for part in parts for tokens in part.adopted],
+        [session for part in parts for session in part.sessions],
     )

@@ -99,6 +99,8 @@ class LinkEstimator:
         self._probed_us = 0
         self._service_us = 0
         self._is_clean = self._is_surprised = False
+        self._clock_us: int | None = None
+        self._is_clock_new = True
 
     # Sending -------------------------------------------------------------------------
 
@@ -168,6 +170,7 @@ class LinkEstimator:
             _note(self._there, now_us, heard_us - sent_us)
             self._measured_us = now_us
         _note(self._back, now_us, now_us - heard_us)
+        self._is_clock_new = True
         self._last_heard_us = max(self._last_heard_us, heard_us)
 
     def _serve(self, mark: _Mark, heard_us: int, now_us: int) -> None:
@@ -204,6 +207,20 @@ class LinkEstimator:
         if not self._there or not self._back:
             return 0.0
         return (_low(self._there) - _low(self._back)) / 2e6
+
+    @property
+    def clock_us(self) -> int | None:
+        """The peer's clock minus ours, for times of single steps; None while it is unknown.
+
+        0 when both may be one clock: a difference below half a round trip shows in nothing
+        else, and clocks of different machines are further apart. Cheap between two answers.
+        """
+        if self._is_clock_new and self._there:
+            there, back = _low(self._there), _low(self._back)
+            offset_us = (there - back) // 2
+            self._clock_us = 0 if abs(offset_us) <= (there + back) // 2 + HANDLING_US else offset_us
+            self._is_clock_new = False
+        return self._clock_us
 
     def bytes_per_s(self, now_us: int) -> float:
         """From here to there; 0 while it is unknown or too old to be true."""

@@ -88,11 +88,15 @@ class CostTable(Message, frozen=True, array_like=True, tag=True):
 class TraceReport(Message, frozen=True, array_like=True, tag=True):
     """Where the time of one session's steps of one phase went on one stage, in microseconds.
 
-    Sums over `steps`: `wire_us` from the sender's last byte handed over to here (clock offset
-    taken off), `decode_us` and `encode_us` of the codec, `queue_us` waiting for the device,
-    `compute_us` there, `copy_us` between device and host, `send_us` until the transport
-    had taken the result, `span_us` from the arrival of a step to that. `bytes_in` and
-    `bytes_out` travelled, `raw_bytes_out` would have without a codec.
+    Sums over `steps`, of which `timed_steps` told when they were sent: `wire_us` from then
+    until they were here (clock offset taken off), `decode_us` and `encode_us` of the codec,
+    `queue_us` waiting for their turn and the device, `compute_us` there, `copy_us` between
+    device and host, `send_us` waiting for the way to be free, and until the transport had
+    taken the result, `span_us` from a step's arrival to that: the sum of all of these but
+    `wire_us`. `taking_us` of `send_us` is also part of the next stage's `wire_us`.
+    `exposed_us`: what of `wire_us` the device here was idle for, counted once however many
+    steps were on their way. Outputs to a client count as sent; nobody here knows their way.
+    `bytes_in` and `bytes_out` travelled, `raw_bytes_out` would have without a codec.
     """
 
     session: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
@@ -113,6 +117,9 @@ class TraceReport(Message, frozen=True, array_like=True, tag=True):
     bytes_in: U63
     bytes_out: U63
     raw_bytes_out: U63
+    taking_us: float = 0.0
+    exposed_us: float = 0.0
+    timed_steps: U63 = 0
 
 
 class Description(Message, frozen=True, array_like=True, tag=True):

@@ -82,7 +82,11 @@ class Operations(Message, frozen=True, array_like=True, tag=True):
 
 
 class Timing(Message, frozen=True, array_like=True, tag=True):
-    """Where one stage's share of a step went, in microseconds: as in TraceReport."""
+    """Where one stage's share of a step went, in microseconds: as in TraceReport.
+
+    `total_us` from the step's arrival until its result was handed to the transport; the parts
+    but for `wire_us` (before the arrival) add up to it. `send_us`: waiting for the way to be free.
+    """
 
     peer: Text
     queue_us: float
@@ -92,6 +96,7 @@ class Timing(Message, frozen=True, array_like=True, tag=True):
     total_us: float
     copy_us: float = 0.0
     wire_us: float = 0.0
+    send_us: float = 0.0
 
 
 class Step(Message, frozen=True, array_like=True, tag=True):
@@ -102,8 +107,8 @@ class Step(Message, frozen=True, array_like=True, tag=True):
     stage answers with: all, the last of each sequence, or none (an empty output
     still comes). The client has the outputs of all steps up to `answered`.
     `deadline_ms` is the time that was left when the message was sent (0: unknown); a
-    stage drops a step whose time is up. `sent_us` is when it left, by the sender's clock
-    (0: unknown).
+    stage drops a step whose time is up. `sent_us` is when it was handed to the transport, by
+    the clock of the receiver (0: unknown): whoever dials a stream knows both clocks.
 
     With `replay` the step rebuilds the KV of stages that hold none: the stage whose
     blocks end at `until` answers (with no rows) and nothing goes beyond it. Its
@@ -173,7 +178,8 @@ class Output(Message, frozen=True, array_like=True, tag=True):
 
     With ids as payload (`[R, 1]`): of which sequences, the position that each token takes,
     whether the sequence ends with it and why, and if asked for its log-probability and
-    the likeliest tokens with theirs.
+    the likeliest tokens with theirs. `sent_us`: when a traced step's output left, by the
+    sender's clock (0: unknown).
     """
 
     session: Id16
@@ -186,6 +192,7 @@ class Output(Message, frozen=True, array_like=True, tag=True):
     finished: tuple[End, ...] = ()
     logprobs: tuple[float, ...] = ()
     alternatives: tuple[tuple[tuple[Index, float], ...], ...] = ()
+    sent_us: U63 = 0
 
 
 class Acknowledged(Message, frozen=True, array_like=True, tag=True):

@@ -21,6 +21,7 @@ import torch
 from bloombee.core import SessionId
 from bloombee.errors import BloomBeeError, PeerStopping, RequestError
 from bloombee.kv.interface import KVPool
+from bloombee.server.exposure import Exposure
 from bloombee.server.forward import Failure, Run, run_pass, typed
 from bloombee.server.recent_load import RecentLoad
 from bloombee.server.scheduler import Budget, Scheduler, Share
@@ -87,6 +88,7 @@ class Executor:
         self._stopping = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._load = RecentLoad(now_us())
+        self._exposure = Exposure()
         self._thread = threading.Thread(target=self._run, name="compute", daemon=True)
 
     # On the event loop ---------------------------------------------------------
@@ -220,10 +222,13 @@ class Executor:
         started_us = now_us()
         for run in runs:
             if run.waiting.computed == 0:
+                work = run.waiting.work
                 run.waiting.queue_us = started_us - run.waiting.arrived_us
+                run.waiting.exposed_us = self._exposure.of(work.arrived_us, work.wire_us)
         failures = self._compute(runs)
         spent_us = now_us() - started_us
         self._load.note(started_us, spent_us)
+        self._exposure.computed(started_us, started_us + spent_us)
         for run in runs:
             run.waiting.compute_us += spent_us
         self._settle(runs, failures)
@@ -255,8 +260,10 @@ class Executor:
         outcome = Outcome(
             waiting.result(),
             queue_us=waiting.queue_us,
-            compute_us=waiting.compute_us,
+            compute_us=max(0, waiting.compute_us - waiting.copy_us),
             chosen=waiting.chosen,
+            copy_us=waiting.copy_us,
+            exposed_us=waiting.exposed_us,
         )
         self._deliveries.append(lambda: waiting.work.done(outcome))
 

@@ -21,6 +21,7 @@ from bloombee.errors import BloomBeeError, StepFailed
 from bloombee.kv.interface import BatchItem, KVPool
 from bloombee.models.sampling import Chooser, Chosen, advance, pick
 from bloombee.protocol.messages import Operations
+from bloombee.server.copying import copy_clock
 from bloombee.server.work import Model, Waiting
 
 logger = logging.getLogger(__name__)
@@ -108,17 +109,23 @@ def _compute(model: Model, pool: KVPool, runs: Sequence[Run]) -> BloomBeeError |
             BatchItem(run.waiting.work.session, run.waiting.share_table(run.tokens)) for run in runs
         ]
         inputs = [run.waiting.share_rows(run.tokens) for run in runs]
+        clock = copy_clock(model.device)
         rows = _joined(model, inputs, batch)
+        clock.copied()
         span = runs[0].waiting.work.span
         output = model.forward(rows, batch, pool, span=None if span == model.span else span)
         parts = output.split([run.tokens for run in runs]) if len(runs) > 1 else (output,)
+        clock.computed()
         kept = [run.waiting.pick(part) for run, part in zip(runs, parts, strict=True)]
+        came_back = any(one is not None and not one.is_cuda for one in kept)
+        copy_us = clock.ended(came_back=came_back)
     except Exception as error:
         if not isinstance(error, BloomBeeError):
             logger.exception("a forward pass of %d sessions failed", len(runs))
         return typed(error)
     for run, rows in zip(runs, kept, strict=True):
         run.waiting.advance(run.tokens, rows)
+        run.waiting.copy_us += copy_us
     return None
 
 

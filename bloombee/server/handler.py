@@ -8,6 +8,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
+from bloombee.core import PeerId
 from bloombee.errors import BloomBeeError, DeadlineExceeded, PeerStopping, TransportError
 from bloombee.protocol.failures import to_message
 from bloombee.protocol.machine import State
@@ -50,7 +51,7 @@ class HandlerParts:
     hops: HopStreams
     hand_overs: HandOvers
     throttle: Throttle
-    describe: Callable[[Describe], Awaitable[Description]]
+    describe: Callable[[Describe, PeerId], Awaitable[Description]]
 
 
 class Handler:
@@ -101,7 +102,7 @@ class Handler:
         """Serve one request; False for what none is."""
         match message:
             case Describe():
-                await connection.send(await self._parts.describe(message))
+                await connection.send(await self._parts.describe(message, connection.remote))
             case Open():
                 await self._parts.clients.serve(connection, message)
             case Attach():

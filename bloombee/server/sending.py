@@ -30,6 +30,7 @@ from bloombee.server.looping import Tokens
 from bloombee.server.onward import Onward
 from bloombee.server.payloads import Payloads
 from bloombee.server.sessions import Asked, Finished, Outgoing, Refused, Session
+from bloombee.server.traces import Moved, Traces
 from bloombee.swarm.measured import MeasuredLink
 from bloombee.telemetry import Registry, loop_us, now_us
 
@@ -49,6 +50,7 @@ class SendingParts:
     neighbours: Neighbours
     telemetry: Registry
     loop: Loop
+    traces: Traces
 
 
 class Sending:
@@ -59,6 +61,7 @@ class Sending:
         self._payloads = parts.payloads
         self._neighbours = parts.neighbours
         self._loop = parts.loop
+        self._traces = parts.traces
         self._replayed = parts.telemetry.counter("replayed_tokens")
         self._chosen = parts.telemetry.counter("tokens_chosen")
 
@@ -69,6 +72,7 @@ class Sending:
     async def run(self, session: Session) -> None:
         """Send on whatever comes, for as long as the epoch lasts."""
         outbox, window = session.outbox, session.window
+        self._traces.open(session.id, session.owner, session.context.terms.span, now_us())
         while True:
             item = await outbox.get()
             try:
@@ -156,44 +160,46 @@ class Sending:
     async def _result(
         self, session: Session, item: Finished, rows: Float[torch.Tensor, "R D"]
     ) -> None:
-        step, started_us = item.step, now_us()
+        step = item.step
         ends_here = step.replay and step.until == session.context.terms.span.end
         if ends_here:
             rows = rows[:0]
         there = session.onward if not ends_here else None
         codec = self._codec(session, there, step.phase, rows, item.told.outcome.compute_us / 1e6)
+        started_us = now_us()
         payload, body = await self._payloads.encode(rows, session.wire_dtype, codec)
-        timings = step.timings
-        if step.trace:
-            timings = (*timings, self._timing(item, started_us))
+        timings = self._timings(item, now_us() - started_us)
         if ends_here or session.is_last:
-            output = Output(session.id, step.epoch, step.step, payload, timings)
+            sent_us = loop_us() if step.trace else 0
+            output = Output(session.id, step.epoch, step.step, payload, timings, sent_us=sent_us)
             await session.mail.empty()
             if await self.tell(session, output, body):
                 session.sent_step = max(session.sent_step, step.step)
+            self._note(item, rows.shape[0], memoryview(body).nbytes, rows.nbytes)
             return
         left_ms = _left_ms(item.expires_s, session)
         onward = msgspec.structs.replace(
             step, payload=payload, timings=timings, deadline_ms=left_ms
         )
         await self._push(session, session.onward, onward, body)
+        self._note(item, rows.shape[0], memoryview(body).nbytes, rows.nbytes)
 
     async def _tokens(self, session: Session, item: Finished, tokens: Tokens) -> None:
         """Tell the client of tokens, and go on with the loop, if it goes on."""
         step, mail = item.step, session.mail
         await mail.room()
-        timings = step.timings
-        if step.trace:
-            timings = (*timings, self._timing(item, now_us()))
         output = tokens.output(session.id, step.epoch, step.step)
-        output = msgspec.structs.replace(output, timings=timings)
+        if timings := self._timings(item):
+            output = msgspec.structs.replace(output, timings=timings, sent_us=loop_us())
         mail.post(output, tokens.body, tokens.kept_bytes)
         self._chosen.add(len(tokens.chosen))
         following = tokens.following(step)
         if following is None:
+            self._note(item, len(tokens.chosen), len(tokens.body), len(tokens.body))
             return
         try:
             await self._go_on(session, *following, item.expires_s)
+            self._note(item, len(tokens.chosen), len(following[1]), len(following[1]))
         except BloomBeeError as error:
             await mail.empty()
             await self.fail(session, error, step.epoch, step.step + 1)
@@ -272,6 +278,9 @@ class Sending:
             raise RequestError("there is no stage after this one")
         link = onward.link or await onward.wait()
         onward.sending_since_s = session.clock()
+        clock_us = link.estimator.clock_us
+        if clock_us is not None:
+            step = msgspec.structs.replace(step, sent_us=max(0, loop_us() + clock_us))
         try:
             await link.send(step, body)
         except TransportError as error:
@@ -281,16 +290,20 @@ class Sending:
         if not onward.ring:  # what goes round counts when the client is told
             session.sent_step = max(session.sent_step, step.step)
 
-    def _timing(self, finished: Finished, started_us: int) -> Timing:
-        now = now_us()
-        return Timing(
-            peer=self._peer,
-            queue_us=finished.told.outcome.queue_us,
-            compute_us=finished.told.outcome.compute_us,
-            decode_us=float(finished.decode_us),
-            encode_us=float(now - started_us),
-            total_us=float(now - finished.taken_us),
-        )
+    def _timings(self, item: Finished, encode_us: int = 0) -> tuple[Timing, ...]:
+        """The timings that leave with what came of a step, which is about to be sent."""
+        times = item.times
+        times.encode_us, times.handed_us = encode_us, now_us()
+        if not item.step.trace:
+            return item.step.timings
+        return (*item.step.timings, times.timing(self._peer))
+
+    def _note(self, item: Finished, rows: int, size: int, raw_size: int) -> None:
+        """What came of a step has gone, in `size` bytes."""
+        step = item.step
+        if not step.replay:
+            moved = Moved(rows, item.payload_bytes, size, raw_size)
+            self._traces.note(step.session, step.phase, item.times, moved, now_us())
 
 
 def _left_ms(expires_s: float, session: Session) -> int:

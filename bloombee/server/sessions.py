@@ -18,6 +18,7 @@ from bloombee.core import PackedTable, PeerId, SessionId
 from bloombee.errors import (
     AuthError,
     BloomBeeError,
+    KVFull,
     ProtocolError,
     RequestError,
     StaleEpoch,
@@ -28,6 +29,7 @@ from bloombee.server.holdings import Holdings, Told
 from bloombee.server.leases import Lease
 from bloombee.server.mail import Mail
 from bloombee.server.onward import Onward
+from bloombee.server.traces import Times
 from bloombee.server.validation import Limits, StepContext
 from bloombee.server.window import Window
 from bloombee.swarm.connection import Connection
@@ -35,7 +37,7 @@ from bloombee.swarm.connection import Connection
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """A step as it was read. `taken_us` is on the monotonic clock, the others on the loop's.
+    """A step as it was read. `times` are on the monotonic clock, the others on the loop's.
 
     It may be taken from `not_before_s` on; nobody waits for it after `expires_s`.
     `looped`: it comes from the last stage, and not from the client or the stage before.
@@ -43,7 +45,7 @@ class Arrived:
 
     step: Step
     payload: memoryview
-    taken_us: int
+    times: Times
     not_before_s: float
     expires_s: float
     looped: bool = False
@@ -56,8 +58,7 @@ class Finished:
     step: Step
     told: Told
     payload_bytes: int
-    taken_us: int
-    decode_us: int
+    times: Times
     expires_s: float
 
 
@@ -252,8 +253,8 @@ class Sessions:
     def known(self, opening: Open, owner: PeerId) -> Session | None:
         """The session that `opening` takes to a later epoch, or None for a new one.
 
-        Raises RequestError when it is someone else's or there are as many as allowed,
-        StaleEpoch or RequestError when it is not a later epoch.
+        Raises KVFull when there are as many as allowed, RequestError when it is someone
+        else's, StaleEpoch or RequestError when it is not a later epoch.
         """
         session = self.find(SessionId(opening.session))
         if session is None:
@@ -269,11 +270,11 @@ class Sessions:
 
     def _check_room(self, owner: PeerId) -> None:
         if len(self) >= self._limits.max_sessions:
-            raise RequestError(
+            raise KVFull(
                 f"this server holds its {self._limits.max_sessions} sessions: try another or later"
             )
         if self._per_peer[owner] >= self._limits.max_sessions_per_peer:
-            raise RequestError(
+            raise KVFull(
                 f"a peer may hold {self._limits.max_sessions_per_peer} sessions here: close some"
             )
 

@@ -14,12 +14,13 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from bloombee import __version__
+from bloombee.core import PeerId
 from bloombee.errors import BloomBeeError, PeerStopping
 from bloombee.kv.interface import KVPool
 from bloombee.planner.neighbours import AUTO, Neighbours
 from bloombee.protocol.failures import to_message
 from bloombee.protocol.messages import Describe, Description
-from bloombee.protocol.report_messages import CostTable
+from bloombee.protocol.report_messages import CostTable, TraceReport
 from bloombee.server.admission import Admission
 from bloombee.server.client_stream import ClientParts, ClientStreams
 from bloombee.server.device import decode_tokens_per_s
@@ -35,15 +36,17 @@ from bloombee.server.openings import OpeningParts, Openings
 from bloombee.server.payloads import Payloads
 from bloombee.server.prefixes import Prefixes, PrefixParts
 from bloombee.server.profile import MakeProfile, Profile
+from bloombee.server.scheduler import NOBODY
 from bloombee.server.sending import Sending, SendingParts
 from bloombee.server.sessions import Session, Sessions
 from bloombee.server.steps import StepParts, Steps
 from bloombee.server.tasks import BackgroundTasks
 from bloombee.server.throttle import Throttle
+from bloombee.server.traces import Traces
 from bloombee.server.validation import Limits, Offer
 from bloombee.server.work import Model
 from bloombee.swarm.connection import ConnectionSettings, Signer
-from bloombee.telemetry import Registry, Stopwatch, loop_us
+from bloombee.telemetry import Registry, Stopwatch, loop_us, now_us
 from bloombee.transport.interface import Dialer, Endpoint, Listener
 
 logger = logging.getLogger(__name__)
@@ -87,6 +90,7 @@ class StageServer:
         self._parts = parts
         self._neighbours = Neighbours(parts.codec)
         self._payloads = Payloads(self._neighbours.record)
+        self._traces = Traces()
         self._uptime = Stopwatch()
         self._profile: Profile | None = None
         self._tasks = BackgroundTasks()
@@ -105,6 +109,7 @@ class StageServer:
         throttle = Throttle(parts.limits.max_messages_per_s)
         self._steps = Steps(
             StepParts(
+                peer=parts.identity.peer_id,
                 admission=self.admission,
                 executor=self.executor,
                 live_rows=self._live_rows,
@@ -122,6 +127,7 @@ class StageServer:
                 neighbours=self._neighbours,
                 telemetry=self.telemetry,
                 loop=self._steps.loop,
+                traces=self._traces,
             )
         )
         self.openings = self._openings(sending)
@@ -243,8 +249,8 @@ class StageServer:
         tokens_per_s = await self.executor.call(partial(decode_tokens_per_s, parts.model))
         return tokens_per_s, parts.pool.total_tokens
 
-    async def describe(self, asked: Describe | None = None) -> Description:
-        """What this stage is doing now, and what was `asked` for besides.
+    async def describe(self, asked: Describe | None = None, asker: PeerId = NOBODY) -> Description:
+        """What this stage is doing now, and what the `asker` wanted to know besides.
 
         Raises PeerStopping once it has stopped.
         """
@@ -273,7 +279,13 @@ class StageServer:
             decode_rows=self._live_rows.rows,
             costs=self._costs() if "costs" in asked.topics else None,
             links=self._neighbours.reports(loop_us()) if "links" in asked.topics else (),
+            traces=self._told_traces(asked, asker),
         )
+
+    def _told_traces(self, asked: Describe, asker: PeerId) -> tuple[TraceReport, ...]:
+        if "traces" not in asked.topics:
+            return ()
+        return self._traces.reports(asker, asked.session, now_us())
 
     def _costs(self) -> CostTable | None:
         return None if self._profile is None else self._profile.table()

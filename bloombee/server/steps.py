@@ -40,6 +40,7 @@ from bloombee.server.sessions import Arrived, Asked, Finished, Refused, Session
 from bloombee.server.tasks import BackgroundTasks
 from bloombee.server.throttle import Throttle
 from bloombee.server.token_rules import check_tokens
+from bloombee.server.traces import Times
 from bloombee.server.validation import (
     NO_OPERATIONS,
     check_replay,
@@ -47,7 +48,7 @@ from bloombee.server.validation import (
     touched,
 )
 from bloombee.server.work import Outcome, StepWork
-from bloombee.telemetry import Registry, now_us
+from bloombee.telemetry import Registry, loop_us, now_us
 
 REFUSAL_S = 0.05
 """Before a step's time is up, for the word that its KV can't be brought back."""
@@ -55,8 +56,9 @@ REFUSAL_S = 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepParts:
-    """What steps pass through."""
+    """What steps pass through on `peer`."""
 
+    peer: PeerId
     admission: Admission
     executor: Executor
     live_rows: LiveRows
@@ -100,12 +102,16 @@ class Steps:
         now_s = session.clock()
         later_s = now_s + self._parts.throttle.delay_s(feeder, now_s)
         expires_s = _expiry(step, now_s)
-        self._admit(session, Arrived(step, payload, now_us(), later_s, expires_s, looped), now_s)
+        times = Times(feeder, now_us())
+        if step.sent_us:
+            times.is_timed, times.wire_us = True, max(0, loop_us() - step.sent_us)
+        self._admit(session, Arrived(step, payload, times, later_s, expires_s, looped), now_s)
 
     def loop(self, session: Session, step: Step, ids: bytes, expires_s: float) -> None:
         """Take a step of a loop that begins and ends here."""
         now_s = session.clock()
-        arrived = Arrived(step, memoryview(ids), now_us(), now_s, expires_s, looped=True)
+        times = Times(self._parts.peer, now_us(), is_timed=True)
+        arrived = Arrived(step, memoryview(ids), times, now_s, expires_s, looped=True)
         self._admit(session, arrived, now_s)
 
     def _admit(self, session: Session, arrived: Arrived, now_s: float) -> None:
@@ -172,7 +178,10 @@ class Steps:
         if arrived.not_before_s > now_s:
             await asyncio.sleep(arrived.not_before_s - now_s)
         check_step(arrived.step, session.context)
-        return await self._payloads.decode(arrived.step.payload, arrived.payload)
+        began_us = now_us()
+        rows = await self._payloads.decode(arrived.step.payload, arrived.payload)
+        arrived.times.decode_us = now_us() - began_us
+        return rows
 
     def _kept(self, session: Session, arrived: Arrived) -> AbstractAsyncContextManager[None]:
         """The session's KV is in the pool inside, brought back if it was parked.
@@ -211,7 +220,9 @@ class Steps:
         if session.clock() >= arrived.expires_s:
             raise DeadlineExceeded(_too_late(step))
         if rows is None:
+            began_us = now_us()
             rows = self._payloads.decode_now(step.payload, arrived.payload)
+            arrived.times.decode_us = now_us() - began_us
         if step.payload.content == "ids":
             rows = _checked_ids(step, rows, session.context.vocab_size)
         if step.sampling and session.is_first:  # the last stage would find it out too late
@@ -237,15 +248,9 @@ class Steps:
             raise StepFailed(f"{session.held.broken}: this stage starts anew in the next epoch")
 
     def _finish(self, session: Session, arrived: Arrived, told: Told) -> None:
-        finished = Finished(
-            arrived.step,
-            told,
-            arrived.payload.nbytes,
-            arrived.taken_us,
-            0,
-            arrived.expires_s,
-        )
-        session.outbox.put_nowait(finished)
+        size, times = arrived.payload.nbytes, arrived.times
+        times.ready_us = now_us()
+        session.outbox.put_nowait(Finished(arrived.step, told, size, times, arrived.expires_s))
 
     def _submit(
         self,
@@ -254,16 +259,16 @@ class Steps:
         entered: Entered,
         rows: Float[torch.Tensor, "T D"] | Int[torch.Tensor, "T"],
     ) -> None:
-        step, size, taken_us = arrived.step, arrived.payload.nbytes, arrived.taken_us
-        table, operations = entered.table, entered.operations
-        decode_us, expires_s = now_us() - taken_us, arrived.expires_s
+        step, size, times = arrived.step, arrived.payload.nbytes, arrived.times
+        table, operations, expires_s = entered.table, entered.operations, arrived.expires_s
         span = session.context.terms.span
         # Of this epoch, whatever the session is in by then: nobody reads an old outbox.
         put, computed = session.outbox.put_nowait, session.held.computed
 
         def done(outcome: Outcome) -> None:
-            told = computed(entered, outcome)
-            put(Finished(step, told, size, taken_us, decode_us, expires_s))
+            times.ready_us, times.compute_us = now_us(), outcome.compute_us
+            times.copy_us, times.exposed_us = outcome.copy_us, outcome.exposed_us
+            put(Finished(step, computed(entered, outcome), size, times, expires_s))
 
         kept = self._parts.prefixes.begin_step(session, step, done)
         session.held.began(entered)
@@ -286,6 +291,8 @@ class Steps:
                 done=self._parts.admission.begin_step(session.id, span, operations.releases, kept),
                 client=session.owner,
                 background=session.background,
+                arrived_us=times.taken_us,
+                wire_us=times.wire_us,
             )
         )
         self._taken.add()

@@ -65,6 +65,8 @@ class Outcome:
     queue_us: int = 0
     compute_us: int = 0
     chosen: tuple[Chosen, ...] = ()
+    copy_us: int = 0
+    exposed_us: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +77,7 @@ class StepWork:
     or the ids of tokens to embed.
     `wanted` says which rows come back, in `wire_dtype`; with `choosers` (one for each row of
     the table, or None) none do, but the tokens chosen after the last of those rows.
-    `done` is called once, on the event loop.
+    `done` is called once, on the event loop. It came at `arrived_us`, after `wire_us` on its way.
     """
 
     session: SessionId
@@ -92,6 +94,8 @@ class StepWork:
     client: PeerId = NOBODY
     background: bool = False
     choosers: tuple[Chooser | None, ...] = ()
+    arrived_us: int = 0
+    wire_us: int = 0
 
     @property
     def chooses(self) -> bool:
@@ -112,6 +116,8 @@ class Waiting:
     chosen: tuple[Chosen, ...] = ()
     queue_us: int = 0
     compute_us: int = 0
+    copy_us: int = 0
+    exposed_us: int = 0
 
     @classmethod
     def of(
