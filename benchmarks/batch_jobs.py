@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.economy import Economy, add_flags, economy_line
 from bloombee.cli.local_swarm import LocalSwarm, equal_spans
 from bloombee.models import open_source
 from bloombee.telemetry import Stopwatch
@@ -89,7 +90,9 @@ def main() -> int:
     parser.add_argument("--new", type=int, default=32)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--concurrency", type=int, default=48)
+    add_flags(parser)
     asked = parser.parse_args()
+    machine = Economy.of(asked)
     spans = equal_spans(open_source(asked.model).num_blocks, SERVERS)
     flags = ("--model", asked.model, "--dtype", "float32")
     flags += ("--concurrency", str(asked.concurrency), "--max-new-tokens", str(asked.new))
@@ -102,7 +105,9 @@ def main() -> int:
         bench = Bench(swarm, Path(folder), flags)
         lines = [json.dumps(prompt(number)) for number in range(asked.lines)]
         (bench.folder / "in.jsonl").write_text("\n".join(lines))
-        return report(undisturbed(bench), disturbed(bench, asked.lines), asked.lines)
+        plain = undisturbed(bench)
+        console.print(economy_line(plain.tokens_per_s, machine))
+        return report(plain, disturbed(bench, asked.lines), asked.lines)
 
 
 def prompt(number: int) -> dict[str, Any]:

@@ -24,6 +24,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.economy import Economy, add_flags, economy_line
 from benchmarks.pipelined.client import Answer, Job, Request
 from benchmarks.pipelined.process import ClientProcess
 from bloombee.cli.local_swarm import LocalSwarm, equal_spans
@@ -82,7 +83,9 @@ def main() -> int:
     parser.add_argument("--long", type=int, default=2000)
     parser.add_argument("--chunk", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=3)
+    add_flags(parser)
     options = parser.parse_args()
+    machine = Economy.of(options)
     flags = ("--dtype", options.dtype, "--threads", "1", "--chunk-tokens", str(options.chunk))
     with ExitStack() as stack:
         swarm = stack.enter_context(
@@ -96,7 +99,7 @@ def main() -> int:
         for process, request in ((clients, many), (other, one)):
             process.ask(request)
         rounds = [_round(clients, other, one, many, options) for _ in range(options.rounds)]
-    return _report(rounds, options)
+    return _report(rounds, options, machine)
 
 
 def _round(
@@ -123,12 +126,13 @@ def _round(
     }
 
 
-def _report(rounds: list[dict[str, float]], options: argparse.Namespace) -> int:
+def _report(rounds: list[dict[str, float]], options: argparse.Namespace, machine: Economy) -> int:
     table = Table("figure", *(f"round {number}" for number in range(1, len(rounds) + 1)), "median")
     for name in rounds[0]:
         values = [each[name] for each in rounds]
         table.add_row(name, *(f"{value:.1f}" for value in values), f"{median(values):.1f}")
     console.print(table)
+    console.print(economy_line(median(each["all"] for each in rounds), machine))
     share = median(each["share"] for each in rounds)
     allowed = [2 * each["median_ms"] + each["chunk_ms"] for each in rounds]
     late = median(

@@ -19,6 +19,7 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.economy import Economy, add_flags, economy_line
 from benchmarks.process import LineProcess
 from benchmarks.worker import Answer, Job, Request, Traffic, agreeing
 from bloombee.cli.local_swarm import LocalSwarm, equal_spans
@@ -39,7 +40,7 @@ class Worker(LineProcess):
         return self.read(Answer)
 
 
-def measure(dtype: str, options: argparse.Namespace) -> None:
+def measure(dtype: str, options: argparse.Namespace, machine: Economy) -> None:
     """One dtype: start the swarm and the workers, run all batches, print the tables."""
     flags = ("--dtype", dtype, "--threads", "1")
     with ExitStack() as stack:
@@ -59,6 +60,7 @@ def measure(dtype: str, options: argparse.Namespace) -> None:
         tracer = stack.enter_context(
             Worker(Job(options.model, dtype, 1, swarm.initial_peers, trace=True))
         )
+        answers: dict[str, list[Answer]] = {}
         table = Table("batch", "model", "tokens/s", "x local 1 thread", "first token s", "ms/step")
         for batch in options.batch:
             request = Request(batch, options.prompt, options.new)
@@ -68,6 +70,8 @@ def measure(dtype: str, options: argparse.Namespace) -> None:
             if traced.traffic is not None:
                 print_cost(batch, options.new, traced.traffic)
         console.print(table)
+        best = median(run.decode_tokens_per_s for run in answers["swarm"])
+        console.print(f"swarm, batch {options.batch[-1]}: {economy_line(best, machine)}")
         rss = [psutil.Process(s.pid).memory_info().rss / 2**20 for s in swarm.servers]
         client = psutil.Process(workers["swarm"].process.pid).memory_info().rss / 2**20
         console.print(f"RSS MiB: servers {', '.join(f'{x:.0f}' for x in rss)}; client {client:.0f}")
@@ -134,9 +138,11 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--new", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
+    add_flags(parser)
     options = parser.parse_args()
+    machine = Economy.of(options)
     for dtype in options.dtype:
-        measure(dtype, options)
+        measure(dtype, options, machine)
 
 
 if __name__ == "__main__":

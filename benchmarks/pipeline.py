@@ -35,6 +35,7 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.economy import Economy, add_flags, economy_line
 from benchmarks.emulation.network import Emulation, Traffic
 from benchmarks.pipelined.analysis import Link, Shown, Window, shown, steady, transfers
 from benchmarks.pipelined.client import Answer, First, Job, Request
@@ -256,6 +257,7 @@ def agreement(runs: Sequence[Run]) -> str:
 def main() -> int:
     """Run all environments and print."""
     options = _options()
+    machine = Economy.of(options)
     schemes = [
         *(Scheme("client", groups) for groups in (1, *options.barrier)),
         *(Scheme("server", groups) for groups in (1, *options.groups)),
@@ -270,6 +272,9 @@ def main() -> int:
             ]
             report(ratio, bench.rate_mbps(ratio), rounds)
             console.print(agreement(rounds[0]))
+            best = max(rounds[-1], key=lambda run: run.figures.tokens_per_s)
+            line = economy_line(best.figures.tokens_per_s, machine)
+            console.print(f"{best.scheme}, last round: {line}")
             if options.picture:
                 file = options.picture.with_stem(f"{options.picture.stem}-{ratio:g}")
                 drawn = {str(run.scheme): (run.lanes, run.window) for run in rounds[0]}
@@ -297,6 +302,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--picture", type=Path)
     parser.add_argument("--picture-s", type=float, default=2.0)
+    add_flags(parser)
     return parser.parse_args()
 
 

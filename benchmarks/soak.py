@@ -29,6 +29,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.economy import Economy, add_flags, economy_line
 from bloombee.cli.local_swarm import LocalSwarm
 from bloombee.client.auto import LocalShare
 from bloombee.errors import BloomBeeError
@@ -230,6 +231,7 @@ def run(options: argparse.Namespace) -> int:
     share = LocalShare.load(source, torch.float32, "cpu")
     flags = ("--dtype", "float32", "--threads", "1")
     tally, watch, stop = Tally(), Watch(), threading.Event()
+    machine = Economy.of(options)
     with ExitStack() as stack:
         swarm = stack.enter_context(LocalSwarm(options.model, SPANS, server_flags=flags))
         models = [share.join(tuple(swarm.initial_peers)) for _ in range(options.clients)]
@@ -250,6 +252,7 @@ def run(options: argparse.Namespace) -> int:
         took_s = time.monotonic() - started
         held = leftover(swarm)
         watch.look(swarm)
+    console.print(economy_line(tally.tokens / took_s, machine))
     return report(tally, chaos, watch, held, took_s)
 
 
@@ -299,6 +302,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1, help="decides who dies, when and how")
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--every", type=float, default=20.0, help="seconds between two deaths")
+    add_flags(parser)
     options = parser.parse_args()
     torch.set_num_threads(1)
     return run(options)
