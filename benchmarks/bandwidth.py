@@ -191,8 +191,7 @@ def as_json(cells: Sequence[Cell], bench: Bench) -> bytes:
         }
         for cell in cells
     ]
-    stages = {codec: lane.stage_s for codec, lane in bench.lanes.items()}
-    told = {"setup": bench.setup, "stage_s": stages, "cells": found}
+    told = {"setup": bench.setup, "stage_s": bench.stage_s, "cells": found}
     return msgspec.json.format(msgspec.json.encode(told))
 
 
@@ -223,10 +222,10 @@ def main() -> int:
     with ExitStack() as stack:
         bench = Bench(setup, sorted({s.codec for s in settings}), stack)
         bench.warm_up(settings)
-        stages = ", ".join(f"{c} {1e3 * lane.stage_s:.1f}" for c, lane in bench.lanes.items())
         console.print(
-            f"a stage alone, batch {setup.batch}, paced {setup.pace:g} x, ms: {stages}; "
-            f"a hop: {setup.hop_bytes:,} raw bytes; up after {time.perf_counter() - began:.0f} s"
+            f"a stage alone, batch {setup.batch}, paced {setup.pace:g} x: "
+            f"{1e3 * bench.stage_s:.1f} ms; a hop: {setup.hop_bytes:,} raw bytes; "
+            f"up after {time.perf_counter() - began:.0f} s"
         )
         for environment in environments:
             cells.append(measure(bench, environment, settings, options))
@@ -269,13 +268,14 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--budget-s", type=float, default=9.0, help="of a run of the baseline")
     parser.add_argument("--settle-s", type=float, default=SETTLE_S, help="of auto, unmeasured")
     parser.add_argument("--pace", type=float, default=4.0)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, help="3, or with --quick 1")
     parser.add_argument("--quick", action="store_true", help="one round of shorter runs")
     parser.add_argument("--picture", type=Path, help="file for a bar chart (PNG)")
     parser.add_argument("--json", type=Path, help="file for all figures")
     options = parser.parse_args()
     if options.quick:
-        options.rounds, options.budget_s = 1, 5.0
+        options.budget_s = 5.0
+    options.rounds = options.rounds or (1 if options.quick else 3)
     if options.rtt_ms is None:
         options.rtt_ms = [0.0] if options.quick else [0.0, 20.0, 80.0]
     return options

@@ -2,7 +2,9 @@
 
 Servers hold their codec for life, so each codec has a swarm: its stages and its client, in hosts
 of their own, so that nothing one swarm sends while it idles is on another's links. Only one
-works at a time. Devices are paced (see `bloombee/server/pacing.py`).
+works at a time. Devices are paced (see `bloombee/server/pacing.py`), and after a warm-up
+all swarms' devices are alike: a stage takes for so many rows what it needed at least in any swarm,
+times the pace, whatever the context.
 
 Prompts are computed once, before links have a rate; servers keep their KV (see the README), so
 all but the last token of each is there when a measured run begins. So links keep their
@@ -19,6 +21,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
+import msgspec
 import psutil
 
 from benchmarks.emulation.network import Emulation
@@ -97,6 +100,25 @@ class Run:
         return self.figures.tokens_per_s
 
 
+def least_us(passes: Sequence[Pass]) -> dict[int, int]:
+    """The least processor time of passes of as many rows, prompts left out."""
+    least: dict[int, int] = {}
+    for each in passes:
+        if each.decode_tokens and not each.prompt_tokens:
+            rows = each.decode_tokens
+            least[rows] = min(each.cpu_us, least.get(rows, each.cpu_us))
+    return least
+
+
+def alike(stages: Sequence[dict[int, int]]) -> dict[int, int]:
+    """What the same stage of several swarms needs: the least of all; more rows never need less."""
+    found: dict[int, int] = {}
+    for rows in sorted({rows for stage in stages for rows in stage}, reverse=True):
+        least = min(stage[rows] for stage in stages if rows in stage)
+        found[rows] = min([least, *found.values()])
+    return found
+
+
 class Lane:
     """One swarm in its hosts, and its client."""
 
@@ -104,7 +126,6 @@ class Lane:
         self.codec = codec
         self.setup = setup
         self.hosts = (f"client-{index}", *(f"{codec}-{i}" for i in range(len(setup.spans))))
-        self.stage_s = 0.0
 
     def start(self, network: Emulation, stack: ExitStack) -> None:
         """Start all processes. Raises SwarmError when one doesn't come up."""
@@ -126,12 +147,18 @@ class Lane:
         """Compute the prompts, and passes of all sizes until their least time is known."""
         for groups in group_counts:
             self.ask(self.request(groups, WARM_TOKENS))
-        whole = [p for passes in self.passes() for p in passes]
-        spent = [(p.ended_us - p.started_us) / 1e6 for p in whole if self._is_whole(p)]
-        self.stage_s = median(spent) if spent else 0.0
 
-    def _is_whole(self, each: Pass) -> bool:
-        return each.decode_tokens == self.setup.batch and not each.prompt_tokens
+    def least_us(self) -> list[dict[int, int]]:
+        """What passes of each stage needed at least, by rows."""
+        return [least_us(passes) for passes in self.passes()]
+
+    def tell(self, needs: Sequence[dict[int, int]]) -> None:
+        """What passes of each stage need from now on, by rows."""
+        for span, stage in zip(self.swarm.spans, needs, strict=True):
+            file = self._folder / f"{span.replace(':', '-')}.needs.json"
+            whole = file.with_suffix(".new")
+            whole.write_bytes(msgspec.json.encode(sorted(stage.items())))
+            whole.replace(file)
 
     def request(self, groups: int, new_tokens: int, seconds: float = 0.0) -> Request:
         """What the client is asked for."""
@@ -164,18 +191,21 @@ class Bench:
         file = NetworkFile.model_validate({"hosts": hosts, "queue_ms": QUEUE_MS, "mtu": MTU})
         self.network = stack.enter_context(Emulation(file))
         self._environment: Environment | None = None
+        self.stage_s = 0.0
+        """What one stage needs alone for the full batch; after `warm_up`."""
         for lane in self.lanes.values():
             lane.start(self.network, stack)
 
-    @property
-    def stage_s(self) -> float:
-        """What one stage needs alone for the full batch, in the mean of all lanes."""
-        return median(lane.stage_s for lane in self.lanes.values())
-
     def warm_up(self, settings: Sequence[Setting]) -> None:
-        """Warm all lanes for their settings."""
+        """Warm all lanes for their settings, and make their devices alike."""
         for codec, lane in self.lanes.items():
             lane.warm_up([1, *sorted({s.groups for s in settings if s.codec == codec} - {1})])
+        found = [lane.least_us() for lane in self.lanes.values()]
+        needs = [alike(stages) for stages in zip(*found, strict=True)]
+        for lane in self.lanes.values():
+            lane.tell(needs)
+        whole_us = [stage[self.setup.batch] for stage in needs]
+        self.stage_s = self.setup.pace * median(whole_us) / 1e6
 
     def rate(self, wire: Wire) -> float | None:
         """Mbit/s of a wire, by the measured speed of the stages."""

@@ -18,6 +18,7 @@ from bloombee.models import SpanModel
 from bloombee.server.announcement import announced_address, announced_host
 from bloombee.server.device import free_bytes
 from bloombee.server.executor import Executor, ExecutorSettings
+from bloombee.server.machine import this_machine
 from bloombee.server.opened import Opened
 from bloombee.server.pacing import Diary, PacedExecutor
 from bloombee.server.profile import profiling
@@ -135,6 +136,7 @@ class Assembly:
                 make_executor=_executor(settings, model.span),
                 make_profile=profiling(settings, opened, _computing(settings, opened).threads),
                 pinned=settings.pin or settings.blocks is not None,
+                machine=this_machine(uses_cores=opened.device.type == "cpu", pace=settings.pace),
             )
         )
 
@@ -200,13 +202,15 @@ def _executor(
 ) -> Callable[[Model, KVPool, ExecutorSettings], Executor]:
     if settings.pace == 1 and settings.diary is None:
         return Executor
-    diary = None
+    diary = needs = None
     if settings.diary is not None:
+        file = settings.diary / f"{span.start}-{span.end}.jsonl"
+        needs = file.with_suffix(".needs.json")
         try:
-            diary = Diary(settings.diary / f"{span.start}-{span.end}.jsonl")
+            diary = Diary(file)
         except OSError as error:
             raise SettingsError(
                 f"--diary: can't write into {settings.diary}: {error.strerror}; "
                 "give a folder that exists and is yours"
             ) from error
-    return partial(PacedExecutor, pace=settings.pace, diary=diary)
+    return partial(PacedExecutor, pace=settings.pace, diary=diary, needs=needs)

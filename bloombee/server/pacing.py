@@ -5,6 +5,7 @@ full speed, then sleeps until it has taken `pace` times the least processor time
 pass of its kind has needed so far: what disturbs one pass disturbs no figure. Of a kind are
 passes of as many rows through as many blocks, with about as much context.
 What they show of overlap is real, and all of them together stay within the machine.
+Devices that are to be alike are told what passes need, by rows, instead of measuring it.
 Passes of prompts are not slowed: what is measured comes after them.
 """
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -59,6 +61,25 @@ def read_diary(file: Path) -> list[Pass]:
     return [msgspec.json.decode(line, type=Pass) for line in whole.splitlines()]
 
 
+Needs = tuple[tuple[int, int], ...]
+"""Microseconds of processor time by rows of a pass, rows ascending; at least one."""
+
+
+def read_needs(file: Path) -> Needs:
+    """What a benchmark has written, as JSON. Raises OSError, or msgspec's DecodeError."""
+    return msgspec.json.decode(file.read_bytes(), type=Needs)
+
+
+def needed(needs: Needs, rows: int) -> float:
+    """What so many rows need: on straight lines between what is told, level beyond its ends."""
+    if rows <= needs[0][0]:
+        return needs[0][1]
+    for (less, low_us), (more, high_us) in pairwise(needs):
+        if rows <= more:
+            return low_us + (high_us - low_us) * (rows - less) / (more - less)
+    return needs[-1][1]
+
+
 @dataclass(frozen=True, slots=True)
 class _Kind:
     rows: int
@@ -76,7 +97,10 @@ def _kind(runs: Sequence[Run]) -> _Kind:
 
 
 class PacedExecutor(Executor):
-    """Takes `pace` times as long for a decode pass as it needs; notes all passes in `diary`."""
+    """Takes `pace` times as long for a decode pass as it needs; notes all passes in `diary`.
+
+    Once there is a file `needs`, passes need what it says.
+    """
 
     def __init__(
         self,
@@ -86,10 +110,13 @@ class PacedExecutor(Executor):
         *,
         pace: float = 1.0,
         diary: Diary | None = None,
+        needs: Path | None = None,
     ) -> None:
         super().__init__(model, pool, settings)
         self._pace = pace
         self._diary = diary
+        self._needs_file = needs
+        self._needs: Needs = ()
         self._least_us: dict[_Kind, int] = {}
         self._never = threading.Event()
 
@@ -106,8 +133,7 @@ class PacedExecutor(Executor):
         prompts = sum(run.tokens for run in runs if run.waiting.item.is_prompt)
         rest = sum(run.tokens for run in runs) - prompts
         if not prompts:
-            kind = _kind(runs)
-            needed_us = self._least_us[kind] = min(needed_us, self._least_us.get(kind, needed_us))
+            needed_us = self._counted_us(runs, rest, needed_us)
         left_us = started_us + self._pace * needed_us - now_us()
         if self._pace > 1 and not prompts and left_us > 0:
             self._never.wait(left_us / 1e6)
@@ -115,3 +141,12 @@ class PacedExecutor(Executor):
             entry = Pass(started_us, now_us(), needed_us, len(runs), rest, prompts)
             self._diary.note(entry)
         return failures
+
+    def _counted_us(self, runs: Sequence[Run], rows: int, needed_us: int) -> int:
+        if self._needs_file is not None and not self._needs and self._needs_file.exists():
+            self._needs = read_needs(self._needs_file)
+        if self._needs:
+            return round(needed(self._needs, rows))
+        kind = _kind(runs)
+        least_us = self._least_us[kind] = min(needed_us, self._least_us.get(kind, needed_us))
+        return least_us
