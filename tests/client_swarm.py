@@ -66,6 +66,7 @@ class Size:
     codec: str = "raw"
     prefix_bytes: int = 1 << 24
     share_prefixes: bool = False
+    sessions_per_peer: int = 64
 
 
 @dataclass
@@ -144,6 +145,7 @@ class ClientSwarm:
                     park_idle_s=self.size.park_idle_s,
                     prefix_bytes=self.size.prefix_bytes,
                     share_prefixes=self.size.share_prefixes,
+                    max_sessions_per_peer=self.size.sessions_per_peer,
                 ),
                 executor_settings=ExecutorSettings(
                     pass_tokens=self.size.pass_tokens, whole_prompts=self.source.whole_prompts

@@ -16,13 +16,13 @@ from dataclasses import dataclass, field
 from bloombee.client.circuit import Circuit, Interrupted, Report
 from bloombee.client.ledger import NO_OPERATIONS
 from bloombee.client.opening import Opening, Refusal, open_seats
-from bloombee.client.rebuild import gaps
+from bloombee.client.rebuild import Gap, gaps
 from bloombee.client.replay import Effort, Past, Rebuilder
 from bloombee.client.staffing import Staffing
 from bloombee.client.surroundings import Surroundings
 from bloombee.client.traffic import Recovery
 from bloombee.core import PeerId, Stage
-from bloombee.errors import BloomBeeError, DeadlineExceeded, KVFull, SwarmError
+from bloombee.errors import BloomBeeError, DeadlineExceeded, HopLost, KVFull, SwarmError
 from bloombee.planner.recovery import (
     Care,
     Cares,
@@ -74,14 +74,22 @@ class Recoverer:
         self._is_unproven = True
         self._vain: BloomBeeError | None = None
         """Why the last run has failed, if it has."""
+        self._unlinked_since_s: float | None = None
+        """Since when links between stages fail one after another, with no answer in between."""
+        self._ended_s = 0.0
 
     def progress(self) -> None:
         """A step was answered."""
         self._casebook.progress()
+        self._unlinked_since_s = None
         if self._is_unproven:
             self._is_unproven = False
             for seat in self._circuit.seats:
                 self._around.health.worked(seat.peer)
+
+    def called(self) -> None:
+        """A call begins to wait: links may fail for as long again as `recovery_s` says."""
+        self._unlinked_since_s = None
 
     def start_over(self) -> None:
         """What stages hold counts no longer: all of it is to be computed again."""
@@ -92,12 +100,13 @@ class Recoverer:
         """Work until all stages hold what was answered; pending steps are then to be sent.
 
         What it may take counts from `since_s`, when whoever waits for it has waited for an
-        earlier run already.
+        earlier run already; and when links between stages fail again and again, from the first.
         Raises SwarmError when blocks have no holder (for too long, if it `is_patient`), the
         error of a stage that no other could mend, or DeadlineExceeded at `until_s` of the
         event loop's time.
         """
-        begun_s = asyncio.get_running_loop().time() if since_s is None else since_s
+        now = asyncio.get_running_loop().time
+        begun_s = self._begun_s(now(), since_s)
         limit_s = min(until_s, begun_s + self._settings.recovery_s)
         case = _Case(begun_s, limit_s, self._circuit.route.stages)
         case.last = None if since_s is None else self._vain
@@ -106,13 +115,30 @@ class Recoverer:
             await self._recover(case, until_s, is_patient=is_patient)
         finally:
             self.is_caring = False
+            self._ended_s = now()
         self._is_unproven = True
         self._vain = None
         self._note_success(case)
 
+    def _begun_s(self, now_s: float, since_s: float | None) -> float:
+        """When it began; where only links have failed, with the first run that did not mend them.
+
+        Every stage answers then, and opening succeeds each time.
+        """
+        begun_s = now_s if since_s is None else since_s
+        reports = self._circuit.reports
+        if not reports or any(report.trouble is not Trouble.HOP for report in reports):
+            return begun_s
+        first_s = self._unlinked_since_s
+        if first_s is None or now_s - self._ended_s > self._settings.recovery_s:
+            first_s = self._unlinked_since_s = begun_s
+        return min(begun_s, first_s)
+
     async def _recover(self, case: _Case, until_s: float, *, is_patient: bool) -> None:
         while self.is_due:
             treatment = self._treat(case)
+            if case.until_s <= asyncio.get_running_loop().time():
+                raise self._late(case, until_s)
             try:
                 async with asyncio.timeout_at(case.until_s) as case.bound:
                     await asyncio.sleep(treatment.pause_s)
@@ -161,12 +187,19 @@ class Recoverer:
             raise Interrupted
         empty = self._empty()
         async with circuit.waiting(until_s, "rebuilding lost stages"):
-            holes = gaps(empty)
-            await self._rebuilder.fill(holes, case.effort, lambda: self._went_on(case, until_s))
+            await self._fill(gaps(empty), case, until_s)
         circuit.ledger.unsent()
         self.is_due = False
         if empty[-1]:
             self._part_from_overtaken()
+
+    async def _fill(self, holes: list[Gap], case: _Case, until_s: float) -> None:
+        """Replay into `holes`; the time that it takes is not spent on links that fail."""
+        now = asyncio.get_running_loop().time
+        begun_s = now()
+        await self._rebuilder.fill(holes, case.effort, lambda: self._went_on(case, until_s))
+        if self._unlinked_since_s is not None:
+            self._unlinked_since_s += now() - begun_s
 
     def _part_from_overtaken(self) -> None:
         """The last stage chooses anew: no stage may go on with what the lost one chose.
@@ -236,6 +269,8 @@ class Recoverer:
         self._vain = case.last
         waited_s = asyncio.get_running_loop().time() - case.begun_s
         why = f": {case.last}" if case.last is not None else ""
+        if isinstance(case.last, HopLost):
+            return SwarmError(f"stages could not be linked in {waited_s:.1f} s{why}")
         if case.is_waiting or case.until_s < until_s:
             return SwarmError(f"lost stages could not be replaced in {waited_s:.1f} s{why}")
         return DeadlineExceeded(f"the time for the step is up while it recovers{why}")

@@ -56,7 +56,7 @@ class Unsupported(RequestError):
 
 
 class KVFull(BloomBeeError):
-    """Not enough free KV tokens. Carries how many were free and asked for in its message."""
+    """No room for a session now: too few free KV tokens (says how many), or all sessions taken."""
 
     code = "kv-full"
     fault = Fault.PEER

@@ -171,7 +171,7 @@ class TestLimitsOfAPeer:
             async with asyncio.TaskGroup() as group:
                 waiting = group.create_task(served(s, client, 10))
                 await asyncio.sleep(0.1)
-                with pytest.raises(RequestError, match="a peer may hold 2 sessions"):
+                with pytest.raises(KVFull, match="a peer may hold 2 sessions"):
                     await client.open(s.route(), max_length=10)
                 waiting.cancel()
 

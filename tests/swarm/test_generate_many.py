@@ -11,13 +11,17 @@ import torch
 
 from bloombee.client import AsyncDistributedModelForCausalLM, Request, SamplingParams
 from bloombee.errors import Unsupported
-from tests.client_swarm import ClientSwarm, Size
+from tests.client_swarm import QUICK, ClientSwarm, Size
 from tests.plain_decoding import PlainDecoding
-from tests.swarm.disturbed import GREEDY, THREE, all_free, spares
+from tests.swarm.disturbed import GREEDY, THREE, all_free, favour, same, spares
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from bloombee.client import DistributedModelForCausalLM
     from bloombee.models import ModelSource
+    from bloombee.server.scheduler import Share, WorkItem
+    from bloombee.server.stage import StageServer
 
 NEW = 8
 PROMPTS = [
@@ -79,10 +83,49 @@ def test_where_kv_is_short_all_are_answered_all_the_same(
 
 
 @HEADS
+def test_where_servers_take_few_sessions_of_a_peer_they_take_turns(
+    source: ModelSource, local: Any, head: str
+) -> None:
+    with ClientSwarm(source, THREE, Size(kv_tokens=4096, sessions_per_peer=2)) as swarm:
+        model = model_of(swarm, head)
+        found = list(model.generate_many(PROMPTS, max_new_tokens=NEW, concurrency=5))
+        assert [each.ids for each in found] == [greedy(local, prompt) for prompt in PROMPTS]
+        rows = torch.stack([PROMPTS[0]] * 4)
+        same(local, swarm.model(QUICK.model_copy(update={"micro_batches": 4})), rows)
+        all_free(swarm)
+
+
+def test_servers_schedule_them_behind_what_somebody_waits_for(three: ClientSwarm) -> None:
+    """What `generate_many` asks for is told apart where passes are chosen, on every stage."""
+    model = three.model()
+    seen: list[set[bool]] = [set() for _ in three.stages]
+
+    def watch(stage: StageServer, found: set[bool]) -> None:
+        scheduler = stage.executor._scheduler
+        choose = scheduler.next_batch
+
+        def watched(queue: Sequence[WorkItem]) -> tuple[Share, ...]:
+            found.update(item.background for item in queue)
+            return choose(queue)
+
+        scheduler.next_batch = watched
+
+    for stage, found in zip(three.stages, seen, strict=True):
+        watch(stage, found)
+    list(model.generate_many(PROMPTS[:2], max_new_tokens=2))
+    assert seen == [{True}] * 3
+    for found in seen:
+        found.clear()
+    model.generate(PROMPTS[0][None], max_new_tokens=2, **GREEDY)
+    assert seen == [{False}] * 3
+
+
+@HEADS
 def test_a_stage_dies_and_nobody_notices(three: ClientSwarm, local: Any, head: str) -> None:
     model = model_of(three, head)
     doomed = three.stages[1]
     spares(three, doomed.offer.span)
+    favour(three, doomed)
     three.at_pass(doomed, 6, lambda: three.kill(doomed))
     found = list(model.generate_many(PROMPTS, max_new_tokens=NEW, concurrency=4))
     assert [each.ids for each in found] == [greedy(local, prompt) for prompt in PROMPTS]

@@ -77,10 +77,10 @@ class TestOpening:
         async def test(s: Swarm) -> None:
             client = s.client()
             sessions = [await client.open(s.route()) for _ in range(2)]
-            with pytest.raises(RequestError, match="a peer may hold 2 sessions"):
+            with pytest.raises(KVFull, match="a peer may hold 2 sessions"):
                 await client.open(s.route())
             sessions.append(await s.client().open(s.route()))
-            with pytest.raises(RequestError, match="holds its 3 sessions"):
+            with pytest.raises(KVFull, match="holds its 3 sessions"):
                 await s.client().open(s.route())
             for session in sessions:
                 await session.close()
