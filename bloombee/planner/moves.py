@@ -39,6 +39,8 @@ SESSION_TOKENS = 1024
 """KV that a sequence is taken to reserve, where only a pool's size is known."""
 HOP_S = 0.05
 """What a hop is taken to cost a token."""
+MOVING_S = 1800.0
+"""For a server that moves to load what it goes to, while no other begins to."""
 LADDER = 1.1
 """By what share a target is raised while as few moves reach it."""
 
@@ -212,7 +214,7 @@ def next_move(
         spans = [ordered[i].span for i in free]
         step = Shifts(spans, np.ones(len(free)), planned, held).best(1.0, total, rate[free])
         return None if step is None else _closing(ordered[free[step.index]], step)
-    if any(record.state == "joining" for record in ordered):
+    if any(_still_moves(record, now_s) for record in ordered):
         return None
     rested = [i for i in free if now_s - ordered[i].moved_at_s >= policy.cooldown_s]
     if not rested:
@@ -229,6 +231,11 @@ def next_move(
 def _is_unsettled(record: Listed) -> bool:
     """Whether it is not known yet where this server will be, or that it really goes."""
     return record.state == "choosing" or record.next_span is not None
+
+
+def _still_moves(record: Listed, now_s: float) -> bool:
+    """Whether a server has left its blocks and loads others; not for ever, should it hang."""
+    return record.state == "joining" and now_s - record.moved_at_s < MOVING_S
 
 
 def _closing(mover: Listed, step: Shift) -> Move:
