@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -50,11 +51,12 @@ def empty_words(memory: bytearray, count: int, size: int) -> Words:
     return np.frombuffer(memory, dtype=_WORDS[size], count=count)
 
 
-def strips(values: int) -> list[slice]:
+@lru_cache(maxsize=256)
+def strips(values: int) -> tuple[slice, ...]:
     """Nearly equal parts of `values` numbers, none longer than MOST_VALUES; one at least."""
     count = max(1, round(values / STRIP_VALUES))
     length = -(-values // count)
-    return [slice(at * length, min(values, (at + 1) * length)) for at in range(count)]
+    return tuple(slice(at * length, min(values, (at + 1) * length)) for at in range(count))
 
 
 class Scratch(threading.local):

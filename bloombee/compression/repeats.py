@@ -9,7 +9,8 @@ from bloombee.compression.planes import Words
 
 LEAST_SHARE = 8
 """Worth it from one repeat in so many rows: finding them costs a copy of the others."""
-LEAST_ROWS = 16
+LEAST_ROWS = 64
+"""Looked at: steps of decoding have fewer, and what they save is less than the look costs."""
 _KEY_BYTES = 8
 
 

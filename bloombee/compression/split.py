@@ -12,6 +12,7 @@ A frame describes itself (little endian):
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -89,7 +90,9 @@ class SplitCodec:
         view[end : end + _SUM_BYTES] = xxhash.xxh3_64_digest(view[:end])
         return view[: end + _SUM_BYTES]
 
-    def _write(self, words: planes.Words, plan: _Plan, cuts: list[slice], view: memoryview) -> int:
+    def _write(
+        self, words: planes.Words, plan: _Plan, cuts: Sequence[slice], view: memoryview
+    ) -> int:
         """The table of planes and the planes; where they end."""
         at = plan.bodies_at(len(cuts))
         table: list[int] = []

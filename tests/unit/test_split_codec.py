@@ -17,7 +17,7 @@ from bloombee.compression.entropy import entropy
 from bloombee.compression.layout import Layout
 from bloombee.compression.lent import Lender
 from bloombee.compression.planes import MOST_VALUES, strips
-from bloombee.compression.split import SplitCodec
+from bloombee.compression.split import REPEATS, SplitCodec
 from bloombee.errors import ProtocolError
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -56,6 +56,7 @@ def hidden(rows: int, width: int, dtype: torch.dtype, seed: int = 0) -> torch.Te
 )
 @example(torch.bfloat16, 1, 2048, 0, "numbers", 1)
 @example(torch.float32, 40, 576, 0, "numbers", 4)
+@example(torch.bfloat16, 33, 63, 0, "special", 2)
 def test_every_bit_comes_back(
     dtype: torch.dtype, rows: int, width: int, seed: int, kind: str, copies: int
 ) -> None:
@@ -111,7 +112,7 @@ def test_what_is_worth_coding_is_asked_again() -> None:
     assert sizes[-1] < 0.8 * smooth.nbytes
 
 
-@pytest.mark.parametrize("repeats", [1, 3])
+@pytest.mark.parametrize("repeats", [1, 6])
 def test_no_damaged_byte_goes_unnoticed(repeats: int) -> None:
     tensor = hidden(12, 40, torch.bfloat16).repeat_interleave(repeats, dim=0)
     codec, layout = SplitCodec(), Layout(torch.bfloat16, 12 * repeats, 40)
@@ -135,11 +136,12 @@ def framed(body: bytes) -> bytes:
 
 
 def test_lies_with_a_right_checksum_are_refused_too() -> None:
-    tensor = hidden(12, 40, torch.bfloat16).repeat_interleave(3, dim=0)
-    codec, layout = SplitCodec(), Layout(torch.bfloat16, 36, 40)
+    tensor = hidden(12, 40, torch.bfloat16).repeat_interleave(6, dim=0)
+    codec, layout = SplitCodec(), Layout(torch.bfloat16, 72, 40)
     body = bytes(codec.encode(tensor))[:-8]
     codec.decode(framed(body), layout)
-    table_at = 12 + 4 * 37
+    assert body[1] & REPEATS
+    table_at = 12 + 4 * 73
     for position in (*range(12), *range(12, 16), table_at, table_at + 3, table_at + 7):
         lie = bytearray(body)
         lie[position] ^= 0x81
@@ -156,7 +158,7 @@ def test_lies_with_a_right_checksum_are_refused_too() -> None:
         lie = bytearray(body)
         lie[position] ^= 0xFF  # another matrix, or none: but no other error, and no more memory
         with contextlib.suppress(ProtocolError):
-            assert codec.decode(framed(bytes(lie)), layout).shape == (36, 40)
+            assert codec.decode(framed(bytes(lie)), layout).shape == (72, 40)
 
 
 @pytest.mark.parametrize("values", [196608, 196609, 400_001])
