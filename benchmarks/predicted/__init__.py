@@ -1,0 +1,1 @@
+"""The parts of `benchmarks/predict.py` and `benchmarks/placements.py`."""
