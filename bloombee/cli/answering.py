@@ -41,6 +41,8 @@ class Answer:
     time_to_first_token_s: float
     tokens_per_s: float
     route: tuple[RouteStage, ...]
+    sessions: tuple[str, ...] = ()
+    """Those that it took, as `bloombee-status --trace` takes them."""
 
     def summary(self) -> str:
         """Speed and route, for people."""
@@ -82,6 +84,7 @@ def answer(
         time_to_first_token_s=first,
         tokens_per_s=(len(new) - 1) / (last - first) if len(new) > 1 else 0.0,
         route=tuple(RouteStage(str(stage.span), stage.peer) for stage in route),
+        sessions=() if model.traffic is None else tuple(model.traffic.sessions),
     )
 
 

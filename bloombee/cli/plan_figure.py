@@ -23,7 +23,7 @@ def draw(report: PlanReport, path: Path) -> None:
 
     Raises SettingsError without matplotlib, or when the file can't be written.
     """
-    pyplot = _pyplot()
+    pyplot = pyplot_or_error()
     route = report.plan.routes[0]
     shown_s = TOKENS_SHOWN * route.token_s
     outcome = rehearse(route, report.problem.workload, Rehearsal(traced_s=shown_s, rounds=1))
@@ -58,7 +58,8 @@ def _rows(trace: tuple[Busy, ...]) -> list[str]:
     return list(dict.fromkeys(busy.resource for busy in sorted(trace, key=lambda b: b.start_s)))
 
 
-def _pyplot() -> Any:  # noqa: ANN401 (matplotlib is optional and has no types here)
+def pyplot_or_error() -> Any:  # noqa: ANN401 (matplotlib is optional and has no types here)
+    """The part of matplotlib that draws into files. Raises SettingsError without it."""
     try:
         import matplotlib as mpl
     except ImportError as error:

@@ -7,6 +7,7 @@ import sys
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
+import msgspec
 from rich.console import Console
 
 from bloombee.cli.serving import read_swarm_key, run_until_stopped
@@ -16,9 +17,11 @@ from bloombee.errors import ModelError, SettingsError
 from bloombee.telemetry import configure_logging
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from bloombee.cli.status_report import SwarmStatus
+    from bloombee.core import PeerId
+    from bloombee.swarm.describe import Answer
     from bloombee.swarm.view import SwarmSnapshot
 
 PROG = "bloombee-status"
@@ -44,6 +47,10 @@ async def show(settings: StatusSettings) -> None:
             "give --initial-peers MADDR ... as bloombee-dht and bloombee-server print them"
         )
     status = await _look(settings)
+    if settings.plot is not None and status.traces:
+        from bloombee.cli.trace_figure import draw_traces
+
+        draw_traces({trace.phase: trace for trace in status.traces}, settings.plot)
     if settings.json_output:
         print(json.dumps(asdict(status), indent=2))
     else:
@@ -57,6 +64,7 @@ async def _look(settings: StatusSettings) -> SwarmStatus:
     # hivemind takes seconds to import: not for --help or a wrong flag.
     from bloombee.cli.status_links import links_of
     from bloombee.cli.status_report import report
+    from bloombee.cli.status_traces import told_by, traces_of
     from bloombee.protocol.messages import Describe
     from bloombee.swarm.connection import ConnectionSettings
     from bloombee.swarm.describe import describe_all
@@ -73,10 +81,20 @@ async def _look(settings: StatusSettings) -> SwarmStatus:
     try:
         snapshot = _narrow(await node.snapshot(), settings.model)
         connection = ConnectionSettings(read_swarm_key(settings.swarm_key), _ASK_DEADLINE_S)
-        asked = Describe(topics=("links",) if settings.links else ())
-        answers = await describe_all(snapshot.records, dialer, identity, connection, asked)
+
+        async def ask(asked: Describe) -> Mapping[PeerId, Answer]:
+            return await describe_all(snapshot.records, dialer, identity, connection, asked)
+
+        answers = await ask(Describe(topics=("links",) if settings.links else ()))
         status = report(snapshot, answers, node.clock_skew_s)
-        return replace(status, links=links_of(answers)) if settings.links else status
+        if settings.links:
+            status = replace(status, links=links_of(answers))
+        if settings.trace:
+            traced = Describe(topics=("traces",))
+            ids = [bytes.fromhex(session) for session in settings.trace]
+            said = [await ask(msgspec.structs.replace(traced, session=each)) for each in ids]
+            status = replace(status, traces=traces_of(told_by(said)))
+        return status
     finally:
         await dialer.close()
         await node.close()

@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from bloombee.cli.status_links import LinkStatus, links_table
+from bloombee.cli.status_traces import PhaseTrace, traces_shown
 from bloombee.protocol.messages import Description
 from bloombee.swarm.records import ServerRecord, ServerState
 from bloombee.swarm.view import SERVING, ModelEntry, SwarmSnapshot
@@ -86,6 +87,8 @@ class SwarmStatus:
     warnings: tuple[str, ...]
     links: tuple[LinkStatus, ...] | None = None
     """None: they were not asked for."""
+    traces: tuple[PhaseTrace, ...] | None = None
+    """As `links`; when there are any, they are all that a terminal shows."""
 
 
 def report(
@@ -184,6 +187,8 @@ def _address(record: ServerRecord) -> str:
 def render(status: SwarmStatus) -> RenderableType:
     """The status for a terminal."""
     parts: list[RenderableType] = []
+    if status.traces is not None:
+        return traces_shown(status.traces)
     for model in status.models:
         parts += [_heading(model), _table(model), *_kept_prompts(model), Text()]
     if not status.models:

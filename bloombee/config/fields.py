@@ -15,6 +15,8 @@ MULTIADDRESS = re.compile(r"(/[^/\s]+)+/p2p/[1-9A-HJ-NP-Za-km-z]{20,}")
 DEVICE = re.compile(r"auto|cpu|mps|cuda(:\d+)?")
 ADDRESS = re.compile(r"(\[[0-9a-fA-F:.%]+\]|[^\s:/\[\]]+)(:\d{1,5})?")
 
+SESSION = re.compile(r"[0-9a-fA-F]{32}")
+
 
 def _span(value: object) -> object:
     return value if isinstance(value, Span) else Span.parse(str(value))
@@ -41,6 +43,15 @@ def _announced(value: str) -> str:
     return value
 
 
+def _session(value: str) -> str:
+    if SESSION.fullmatch(value) is None:
+        raise ValueError(
+            "a session is named by its 32 hexadecimal digits, as bloombee-generate --json and "
+            f"model.traffic.sessions tell them, got {value!r}"
+        )
+    return value.lower()
+
+
 def _text(value: str) -> str:
     if any("\ud800" <= letter <= "\udfff" for letter in value):
         raise ValueError("a prompt is text in UTF-8")  # argv keeps other bytes as surrogates
@@ -58,6 +69,8 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 Prompt = Annotated[str, AfterValidator(_text), Flag(positional=True)]
 Blocks = Annotated[Span, BeforeValidator(_span), Flag(metavar="START:END")]
 Peer = Annotated[str, AfterValidator(_peer)]
+SessionName = Annotated[str, AfterValidator(_session)]
+SessionNames = Annotated[tuple[SessionName, ...], Flag(metavar="SESSION")]
 Peers = Annotated[tuple[Peer, ...], Flag(metavar="MADDR", item="/.+")]
 Device = Annotated[str, AfterValidator(_device)]
 Announced = Annotated[str, AfterValidator(_announced), Flag(metavar="HOST[:PORT]")]

@@ -22,6 +22,7 @@ from bloombee.config.fields import (
     Port,
     PositiveInt,
     Prompt,
+    SessionNames,
 )
 from bloombee.config.lines import EMULATE_LINK, EmulatedLine
 
@@ -261,7 +262,21 @@ class StatusSettings(NetworkSettings):
         default=False,
         description="show the links that servers have measured, and how rows go there",
     )
+    trace: SessionNames = Field(
+        default=(),
+        description="show instead where the time of these sessions' steps went, stage by stage; "
+        "until ten minutes after their last step",
+    )
+    plot: File | None = Field(
+        default=None, description="draw what --trace shows into this PNG; needs matplotlib"
+    )
     json_output: bool = Field(default=False, alias="json", description="print one JSON object")
+
+    @model_validator(mode="after")
+    def _something_to_draw(self) -> StatusSettings:
+        if self.plot is not None and not self.trace:
+            raise ValueError("--plot draws what --trace shows; add --trace SESSION ...")
+        return self
 
 
 class SamplingSettings(Settings):
