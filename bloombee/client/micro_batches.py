@@ -8,16 +8,14 @@ once, some wait until others are done.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from bloombee.client.batch import BatchTerms, RemoteBatch
 from bloombee.client.tokens import Emit
 from bloombee.errors import BloomBeeError, KVFull
 from bloombee.protocol.messages import Sampling
-
-LEAST_ROWS = 4
-"""Of a micro-batch, when nobody says how many there are: fewer cost more than they win."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +69,6 @@ class Strand:
         ]
 
 
-def chosen_count(rows: int, stages: int) -> int:
-    """How many micro-batches keep `stages`, and the links between them, at work."""
-    return max(1, min(stages + 1, rows // LEAST_ROWS)) if stages > 1 else 1
-
-
 class MicroBatches:
     """The sessions of one call, made by `new_batch`. Everything runs in the client's loop."""
 
@@ -85,13 +78,18 @@ class MicroBatches:
         self._running = 0
         self._ended = asyncio.Event()
 
-    async def run(self, strands: Sequence[Strand]) -> None:
-        """Decode all of them. Raises the first error of any, when all have ended."""
+    async def run(
+        self, strands: Sequence[Strand], beside: Coroutine[Any, Any, None] | None = None
+    ) -> None:
+        """Decode all of them, and run `beside` as long. Raises the first error, when all ended."""
         failures: list[BaseException] = []
         try:
             async with asyncio.TaskGroup() as tasks:
-                for strand in strands:
-                    tasks.create_task(self._run(strand))
+                running = [tasks.create_task(self._run(strand)) for strand in strands]
+                if beside is not None:
+                    aside = tasks.create_task(beside)
+                    await asyncio.wait(running)
+                    aside.cancel()
         except* BloomBeeError as group:
             failures.extend(group.exceptions)
         if failures:

@@ -8,15 +8,17 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
 from bloombee.client.batch import BatchTerms, RemoteBatch
+from bloombee.client.counting import count_for
 from bloombee.client.decoding import Mailbox, check_prompts
 from bloombee.client.loop import LoopThread
-from bloombee.client.micro_batches import LEAST_ROWS, MicroBatches, Strand, chosen_count
+from bloombee.client.micro_batches import MicroBatches, Strand
 from bloombee.client.server_head import Request
 from bloombee.client.swarm_access import SwarmAccess
 from bloombee.client.terms import SessionTerms
 from bloombee.client.tokens import Emit, Token, with_context
 from bloombee.client.traffic import Progress
 from bloombee.config.client import ClientSettings
+from bloombee.planner.micro_batching import LEAST_ROWS
 from bloombee.protocol.messages import Sampling
 
 _together: ContextVar[list[Progress] | None] = ContextVar("bloombee_together", default=None)
@@ -124,8 +126,15 @@ class RemoteDecodingMixin:
 
         async def work(emit: Emit) -> None:
             _together.set([])
-            strands = request.strand.split(await self._micro_batches(request.strand))
-            await MicroBatches(self.new_batch, emit).run(strands)
+            strand, batches = request.strand, MicroBatches(self.new_batch, emit)
+            rows, known = len(strand.prompts), self.access.descriptions
+            if self.settings.micro_batches is not None or rows < 2 * LEAST_ROWS:
+                await batches.run(strand.split(min(self.settings.micro_batches or 1, rows)))
+                return
+            terms = self.session_terms(LEAST_ROWS, strand.terms.max_length, server_head=True)
+            route = await self.access.likely_route(terms)
+            count = count_for(rows, route, known, terms)
+            await batches.run(strand.split(count), known.keep(route))
 
         yield from self.loop.stream(work)
 
@@ -141,12 +150,3 @@ class RemoteDecodingMixin:
             yield from self.loop.stream(work)
         finally:
             held.settle(request.packing, request.mask, before)
-
-    async def _micro_batches(self, strand: Strand) -> int:
-        rows = len(strand.prompts)
-        if self.settings.micro_batches is not None:
-            return min(self.settings.micro_batches, rows)
-        if rows < 2 * LEAST_ROWS:
-            return 1
-        terms = self.session_terms(LEAST_ROWS, strand.terms.max_length, server_head=True)
-        return chosen_count(rows, await self.access.stages(terms))

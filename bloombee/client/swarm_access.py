@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from bloombee.client.descriptions import Descriptions
 from bloombee.client.links import Connect
 from bloombee.client.opening import StageFailure
 from bloombee.client.replay import EmbedEntries
@@ -95,6 +96,7 @@ class SwarmAccess:
     tie_break: Callable[[], float] = field(default_factory=lambda: random.Random().random)
     health: PeerHealth = field(init=False)
     neighbours: Neighbours = field(init=False)
+    descriptions: Descriptions = field(init=False)
     warmer: Warmer = field(init=False)
     survey: Survey = field(init=False)
     _seen: tuple[float, SwarmSnapshot] | None = field(default=None, init=False)
@@ -107,6 +109,7 @@ class SwarmAccess:
         self.warmer = Warmer(self.connect)
         self.neighbours = Neighbours(self.settings.codec)
         self.survey = Survey(self.connect, self.settings, self.neighbours)
+        self.descriptions = Descriptions(self.connect)
 
     async def open(
         self, terms: SessionTerms, tasks: asyncio.TaskGroup, embed: EmbedEntries
@@ -132,9 +135,9 @@ class SwarmAccess:
                 return session
             await asyncio.sleep(search.pause_s())
 
-    async def stages(self, terms: SessionTerms) -> int:
-        """How many stages a session of these terms would have now. Raises as `open`."""
-        return len(await self._route(terms, set(), fresh=False))
+    async def likely_route(self, terms: SessionTerms) -> list[Holder]:
+        """The stages that a session of these terms would have now. Raises as `open`."""
+        return await self._route(terms, set(), fresh=False)
 
     async def _find(self, search: _Search, terms: SessionTerms) -> list[Holder]:
         """The best route as of now; waits for one where those that there were have failed."""

@@ -129,6 +129,8 @@ class Description(Message, frozen=True, array_like=True, tag=True):
     Prompts kept for later sessions take `prefix_bytes`; `prefix_hits` sequences began with some
     of them, which saved them `prefix_tokens_saved` on this stage. `busy` is the share of the last
     seconds in which the device computed, `decode_rows` how many sequences decode at present.
+    Stages with the same `machine` share its `cores`; "" shares none, or it is unknown. A `pace`
+    above 1 plays a device that takes so many times longer, and leaves the cores meanwhile.
     """
 
     peer: Text
@@ -155,3 +157,6 @@ class Description(Message, frozen=True, array_like=True, tag=True):
     links: Annotated[tuple[LinkReport, ...], msgspec.Meta(max_length=MOST_LINKS)] = ()
     costs: CostTable | None = None
     traces: Annotated[tuple[TraceReport, ...], msgspec.Meta(max_length=MOST_TRACES)] = ()
+    machine: Text = ""
+    cores: U32 = 0
+    pace: float = 1.0

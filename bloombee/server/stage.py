@@ -32,6 +32,7 @@ from bloombee.server.handler import Handler, HandlerParts
 from bloombee.server.handover import HandOvers
 from bloombee.server.hop_stream import HopStreams
 from bloombee.server.live_rows import LiveRows
+from bloombee.server.machine import UNKNOWN, Machine
 from bloombee.server.openings import OpeningParts, Openings
 from bloombee.server.payloads import Payloads
 from bloombee.server.prefixes import Prefixes, PrefixParts
@@ -78,6 +79,7 @@ class StageParts:
     make_executor: Callable[[Model, KVPool, ExecutorSettings], Executor] = Executor
     make_profile: MakeProfile | None = None
     pinned: bool = False
+    machine: Machine = UNKNOWN
 
 
 class StageServer:
@@ -279,6 +281,9 @@ class StageServer:
             decode_rows=self._live_rows.rows,
             costs=self._costs() if "costs" in asked.topics else None,
             links=self._neighbours.reports(loop_us()) if "links" in asked.topics else (),
+            machine=parts.machine.name,
+            cores=parts.machine.cores,
+            pace=parts.machine.pace,
             traces=self._told_traces(asked, asker),
         )
 

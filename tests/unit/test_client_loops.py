@@ -15,12 +15,13 @@ from bloombee.client.decoding import Mailbox
 from bloombee.client.history import History
 from bloombee.client.ledger import NO_OPERATIONS, Ledger, PendingStep, Standing
 from bloombee.client.looping import Loop
-from bloombee.client.micro_batches import Strand, chosen_count
+from bloombee.client.micro_batches import Strand
 from bloombee.client.payloads import encode_ids
 from bloombee.client.split import Part, split
 from bloombee.client.tokens import Line, Token
 from bloombee.core import PackedTable
 from bloombee.errors import ProtocolError
+from bloombee.planner.micro_batching import usual_count
 from bloombee.protocol.messages import Operations, Output, Payload, Sampling
 
 if TYPE_CHECKING:
@@ -200,9 +201,9 @@ def test_every_row_is_in_one_micro_batch(groups: int, repeats: int, count: int, 
 
 
 def test_how_many_micro_batches_are_chosen() -> None:
-    assert [chosen_count(rows, 3) for rows in (1, 7, 8, 15, 16, 64)] == [1, 1, 2, 3, 4, 4]
-    assert chosen_count(64, 1) == 1
-    assert chosen_count(64, 2) == 3
+    assert [usual_count(rows, 3) for rows in (1, 7, 8, 15, 16, 64)] == [1, 1, 2, 3, 4, 4]
+    assert usual_count(64, 1) == 1
+    assert usual_count(64, 2) == 3
 
 
 # Tokens handed over ------------------------------------------------------------------------
