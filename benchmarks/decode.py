@@ -2,8 +2,9 @@
 
 One torch thread a server and client; transformers once with one thread and once
 with two. Every model has its own process, all stay loaded, and runs are
-interleaved: local, swarm, local with two threads, then again. Prints medians and
-ratios within the run; greedy ids of all runs are compared.
+interleaved: local, swarm with the head at the client and at the last server (what
+`generate` does by itself), local with two threads, then again. Prints medians and ratios
+within the run; greedy ids of all runs are compared.
 
     python -m benchmarks.decode [--batch 1 8 32] [--dtype float32 bfloat16] [--rounds 5]
 """
@@ -25,6 +26,8 @@ from benchmarks.worker import Answer, Job, Request, Traffic, agreeing
 from bloombee.cli.local_swarm import LocalSwarm, equal_spans
 
 BLOCKS = 30
+SWARM = "swarm"
+HEADS = ("client", "server")
 console = Console(width=140)
 
 
@@ -53,7 +56,7 @@ def measure(dtype: str, options: argparse.Namespace, machine: Economy) -> None:
             name: stack.enter_context(Worker(job))
             for name, job in {
                 "local 1 thread": Job(options.model, dtype, 1),
-                "swarm": Job(options.model, dtype, 1, swarm.initial_peers),
+                SWARM: Job(options.model, dtype, 1, swarm.initial_peers),
                 "local 2 threads": Job(options.model, dtype, 2),
             }.items()
         }
@@ -73,20 +76,25 @@ def measure(dtype: str, options: argparse.Namespace, machine: Economy) -> None:
         best = median(run.decode_tokens_per_s for run in answers["swarm"])
         console.print(f"swarm, batch {options.batch[-1]}: {economy_line(best, machine)}")
         rss = [psutil.Process(s.pid).memory_info().rss / 2**20 for s in swarm.servers]
-        client = psutil.Process(workers["swarm"].process.pid).memory_info().rss / 2**20
+        client = psutil.Process(workers[SWARM].process.pid).memory_info().rss / 2**20
         console.print(f"RSS MiB: servers {', '.join(f'{x:.0f}' for x in rss)}; client {client:.0f}")
 
 
 def interleave(
     workers: dict[str, Worker], request: Request, rounds: int
 ) -> dict[str, list[Answer]]:
-    """One warm-up each, then `rounds` answers of every worker, taken in turn."""
-    for worker in workers.values():
-        worker.ask(msgspec.structs.replace(request, new_tokens=8))
-    answers: dict[str, list[Answer]] = {name: [] for name in workers}
+    """One warm-up each, then `rounds` answers of every worker and head, taken in turn."""
+    asked = [
+        (f"{name}, {head} head" if name == SWARM else name, worker, head)
+        for name, worker in workers.items()
+        for head in (HEADS if name == SWARM else HEADS[:1])
+    ]
+    for _, worker, head in asked:
+        worker.ask(msgspec.structs.replace(request, new_tokens=8, head=head))
+    answers: dict[str, list[Answer]] = {name: [] for name, _, _ in asked}
     for _ in range(rounds):
-        for name, worker in workers.items():
-            answers[name].append(worker.ask(request))
+        for name, worker, head in asked:
+            answers[name].append(worker.ask(msgspec.structs.replace(request, head=head)))
     return answers
 
 
@@ -106,8 +114,9 @@ def add_rows(table: Table, batch: int, answers: dict[str, list[Answer]]) -> None
             f"{median(r.first_token_s for r in runs):.3f}",
             f"{1000 * median(s for r in runs for s in r.step_s):.2f}",
         )
-    agree = matching(base[0], answers["swarm"][0])
-    console.print(f"batch {batch}: {agree} greedy tokens equal to local")
+    for head in HEADS:
+        agree = matching(base[0], answers[f"{SWARM}, {head} head"][0])
+        console.print(f"batch {batch}, {head} head: {agree} greedy tokens equal to local")
 
 
 def matching(a: Answer, b: Answer) -> str:

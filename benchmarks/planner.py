@@ -16,6 +16,7 @@ from a roofline over published device figures: ratios inside one run, no measure
 
 from __future__ import annotations
 
+import argparse
 import sys
 import time
 from dataclasses import dataclass, replace
@@ -271,7 +272,12 @@ def report(name: str, problem: Problem, results: dict[str, Result]) -> None:
 
 def main(argv: list[str]) -> None:
     """Run the sections named on the command line, or all."""
-    for section in argv or SECTIONS:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("section", nargs="*", metavar="|".join(SECTIONS), help="all, if none")
+    asked: list[str] = parser.parse_args(argv).section
+    if wrong := set(asked).difference(SECTIONS):
+        parser.error(f"unknown section {', '.join(sorted(wrong))}: choose of {', '.join(SECTIONS)}")
+    for section in asked or SECTIONS:
         {"speed": speed, "paper": paper, "contest": contest}[section]()
     console.print("Power: declared watts of the devices; no hosts, no network.", style="dim")
 

@@ -100,6 +100,7 @@ def answer(settings: BatchSettings, batch: Batch) -> None:
         initial_peers=settings.initial_peers,
         dtype=settings.dtype,
         swarm_key=read_swarm_key(settings.swarm_key),
+        identity=settings.identity,
     )
     try:
         batch.run(model, first, requests, settings.concurrency)

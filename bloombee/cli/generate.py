@@ -43,6 +43,7 @@ def generate(settings: GenerateSettings) -> None:
         initial_peers=settings.initial_peers,
         dtype=settings.dtype,
         swarm_key=read_swarm_key(settings.swarm_key),
+        identity=settings.identity,
         settings=ClientSettings(emulate_link=settings.emulate_link),
     )
     try:

@@ -44,11 +44,15 @@ class AutoDistributedModelForCausalLM:
         revision: str | None = None,
         cache_dir: Path | None = None,
         settings: ClientSettings | None = None,
+        identity: str | Path | None = None,
     ) -> DistributedModelForCausalLM:
         """A client of the swarm that `initial_peers` (multiaddresses) belong to.
 
         `model` is a path, a hub id or an alias, as for the servers; only embeddings,
         final norm and head are loaded. `dtype` must be the one that servers compute in.
+        `identity` is a file with this client's key, made if missing: with it servers know a
+        client again that has started anew, and the prompts they kept for it. Each of two clients
+        at a time needs its own; without a file each is a new one.
         Raises ModelError, SettingsError, or SwarmError when no initial peer answers.
         """
         peers = (initial_peers,) if isinstance(initial_peers, str) else tuple(initial_peers)
@@ -57,7 +61,7 @@ class AutoDistributedModelForCausalLM:
         source = open_source(str(model), revision=revision, cache_dir=cache_dir)
         name = str(dtype).removeprefix("torch.")
         share = LocalShare.load(source, resolve_dtype(name, source, device), device)
-        return share.join(peers, swarm_key=swarm_key, settings=settings or ClientSettings())
+        return share.join(peers, swarm_key=swarm_key, settings=settings, identity=identity)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,21 +82,23 @@ class LocalShare:
         *,
         swarm_key: bytes | None = None,
         settings: ClientSettings | None = None,
+        identity: str | Path | None = None,
     ) -> DistributedModelForCausalLM:
         """A client of the swarm of `initial_peers`. Raises SettingsError or SwarmError."""
         loop = shared_loop()
-        joining = _join(self.source, initial_peers, swarm_key, settings or ClientSettings())
+        known = Identity.load_or_create(None if identity is None else Path(identity))
+        joining = _join(self.source, initial_peers, known, swarm_key, settings or ClientSettings())
         return DistributedModelForCausalLM(self.source, self.ends, loop.run(joining), loop)
 
 
 async def _join(
     source: ModelSource,
     initial_peers: tuple[str, ...],
+    identity: Identity,
     swarm_key: bytes | None,
     settings: ClientSettings,
 ) -> SwarmAccess:
     """Join the DHT as a client. Raises SettingsError or SwarmError."""
-    identity = Identity.load_or_create(None)
     node = await SwarmNode.start(NodeOptions(initial_peers, client_mode=True), identity)
     line = line_of(settings.emulate_link)
     dialer = dialer_over(line, FallbackDialer(DirectDialer(), P2PDialer(node.control)))

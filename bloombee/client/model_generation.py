@@ -86,7 +86,8 @@ class RemoteGenerationMixin(RemoteDecodingMixin, GenerationMixin):
         micro-batches that don't wait for each other. "client": transformers, here. "auto"
         is the server head for greedy decoding and for sampling with `seed`, unless the call
         asks for what only transformers does (other processors and criteria, scores, beams).
-        Tokens are the same.
+        Tokens are the same. With `return_dict_in_generate` a batch is one micro-batch, whose
+        cache is returned for a later call to go on from.
 
         `seed` makes sampling repeatable: row r of the batch draws its n-th token with the
         generator of `models.drawing`, from (seed, r, n) alone, whoever chooses. Without it
@@ -135,7 +136,8 @@ class RemoteGenerationMixin(RemoteDecodingMixin, GenerationMixin):
             input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs
         )
         if head.name != "client":
-            held = self._held_batch(model_kwargs.get("cache"))
+            returns_cache = bool(generation_config.return_dict_in_generate)
+            held = self._held_batch(model_kwargs.get("cache"), is_kept=returns_cache)
             try:
                 self._check_barrier()
                 request = arguments.request(held, head.seed, self.vocabulary)
@@ -147,7 +149,7 @@ class RemoteGenerationMixin(RemoteDecodingMixin, GenerationMixin):
                 answers = arguments.answers(streamer)
                 for tokens in self.stream_tokens(request, held):
                     answers.take(tokens)
-                return answers.finish()
+                return arguments.result(answers.finish())
         return super()._sample(  # pyright: ignore[reportAttributeAccessIssue] - as for generate
             input_ids,
             logits_processor=logits_processor,
@@ -166,10 +168,11 @@ class RemoteGenerationMixin(RemoteDecodingMixin, GenerationMixin):
             )
 
     @staticmethod
-    def _held_batch(cache: RemoteCache | None) -> RemoteBatch | None:
-        """What a call continues; None when its cache was made for it alone."""
+    def _held_batch(cache: RemoteCache | None, *, is_kept: bool) -> RemoteBatch | None:
+        """What a call continues; None when its cache was made for it alone, and is not kept."""
         made = _made.get() or []
-        return None if cache is None or any(cache is each for each in made) else cache.batch
+        is_own = any(cache is each for each in made) and not is_kept
+        return None if cache is None or is_own else cache.batch
 
     @contextmanager
     def within(self, deadline_s: float | None) -> Iterator[None]:

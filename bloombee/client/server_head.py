@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from jaxtyping import Int, Shaped
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers.generation import GenerateDecoderOnlyOutput
 
 from bloombee.client.batch import RemoteBatch
 from bloombee.client.choosing import Seeding, samplings, unsupported
@@ -43,7 +44,7 @@ class Arguments:
         """Raise Unsupported for what only the client head does."""
         config = self.config
         told = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
-        for name in (*told, "return_dict_in_generate", "is_assistant", "prefill_chunk_size"):
+        for name in (*told, "is_assistant", "prefill_chunk_size"):
             if getattr(config, name, None):
                 raise unsupported(name)
         if config.use_cache is False:
@@ -87,6 +88,14 @@ class Arguments:
         ends = any(hasattr(each, "eos_token_id") for each in self.stopping_criteria)
         pad = getattr(self.config, "_pad_token_tensor", None) if ends else None
         return Answers(self.input_ids, 0 if pad is None else int(pad), streamer)
+
+    def result(self, sequences: Int[torch.Tensor, "B N"]) -> Any:
+        """What the call returns: the ids, with the cache to go on from if it asks for both."""
+        if not self.config.return_dict_in_generate:
+            return sequences
+        output: Any = GenerateDecoderOnlyOutput(sequences=sequences)  # pyright: ignore[reportArgumentType] - transformers asks for torch's older name
+        output.cache = self.model_kwargs.get("cache")
+        return output
 
 
 class Answers:

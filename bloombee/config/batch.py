@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from bloombee.config.base import Flag
 from bloombee.config.fields import DtypeName, File, ModelName, PositiveInt
-from bloombee.config.settings import NetworkSettings
+from bloombee.config.settings import CLIENT_IDENTITY, NetworkSettings
 
 Texts = Annotated[tuple[str, ...], Flag(metavar="TEXT")]
 
@@ -25,6 +25,7 @@ class BatchSettings(NetworkSettings):
         default=None,
         description="file for the lines that this run could not answer; else OUTPUT.errors",
     )
+    identity: File | None = Field(default=None, description=CLIENT_IDENTITY)
     dtype: DtypeName = Field(
         default="auto", description="type of the client's own weights and activations"
     )

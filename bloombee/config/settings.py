@@ -30,6 +30,10 @@ DRAIN_HELP = (
     "tell the servers that you run on this machine to hand their sessions over and end, and "
     "wait until they are gone; needs no other flag"
 )
+CLIENT_IDENTITY = (
+    "file with this client's private key, made if missing: servers then find the prompts that "
+    "they kept for an earlier run; else a new key each start"
+)
 PID_HELP = "with --drain: only the server with this process id"
 
 
@@ -309,6 +313,7 @@ class GenerateSettings(NetworkSettings, SamplingSettings):
 
     prompt: Prompt = Field(description="the text to answer or continue")
     model: ModelName = Field(description="the model that the swarm serves")
+    identity: File | None = Field(default=None, description=CLIENT_IDENTITY)
     emulate_link: EmulatedLine | None = Field(default=None, description=EMULATE_LINK)
     dtype: DtypeName = Field(
         default="auto", description="type of the client's own weights and activations"

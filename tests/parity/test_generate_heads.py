@@ -264,7 +264,7 @@ CLIENTS: list[tuple[dict[str, Any], str]] = [
     ({"logits_processor": LogitsProcessorList([_Odd()])}, "_Odd"),
     ({"no_repeat_ngram_size": 2}, "NoRepeatNGram"),
     ({"sequence_bias": {(3, 4): 5.0}}, "several tokens"),
-    ({"return_dict_in_generate": True}, "return_dict_in_generate"),
+    ({"return_dict_in_generate": True, "output_scores": True}, "output_scores"),
     ({"use_cache": False}, "use_cache=False"),
     ({"renormalize_logits": True}, "LogitNormalization"),
     (
@@ -288,6 +288,32 @@ def test_what_only_transformers_does_is_left_to_it_or_refused(
             made.cache.close()
             made, expected = made.sequences, expected.sequences
         assert made.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("arguments", [{}, {"do_sample": True, "seed": 5}], ids=["greedy", "seed"])
+@pytest.mark.parametrize("several", [1, 3])
+def test_a_dict_of_sequences_comes_with_a_cache_to_go_on_from(
+    local: Any, remote: Any, arguments: dict[str, Any], several: int
+) -> None:
+    ids, mask = mixed([3, 7], "left")
+    common = {"max_new_tokens": 5, "eos_token_id": None, "pad_token_id": 0, **arguments}
+    common |= {"num_return_sequences": several} if arguments else {}
+    made: Any = remote.generate(
+        ids, attention_mask=mask, head="server", return_dict_in_generate=True, **common
+    )
+    plain = remote.generate(ids, attention_mask=mask, head="client", **common)
+    assert made.sequences.tolist() == plain.tolist()
+    assert made.scores is None
+    assert made.cache.get_seq_length() == made.sequences.shape[1] - 1
+    sent = made.cache.batch.session.traffic.bytes_sent
+    longer = torch.cat((made.sequences, prompt(len(plain), 2, seed=8)), dim=1)
+    rows = len(plain) // len(mask)
+    wider = torch.cat((mask.repeat_interleave(rows, 0), torch.ones(len(plain), 7)), 1).long()
+    again = {"attention_mask": wider, "max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    found = remote.generate(longer, cache=made.cache, **again)
+    assert found.tolist() == local.generate(longer, **again).tolist()
+    assert made.cache.batch.session.traffic.bytes_sent - sent < 2000
+    made.cache.close()
 
 
 # The paper's scheme --------------------------------------------------------------------------
