@@ -38,7 +38,8 @@ class Request(msgspec.Struct, frozen=True):
 
     With the server head, `groups` sessions of equal size run side by side; 0 leaves their number
     to the client. With the client head there is one session, whose steps are cut into `groups`
-    parts that wait for each other. After `seconds`, if given, the server head stops early.
+    parts that wait for each other. After `seconds`, if given, the server head stops early, but not
+    before every row has a token.
     """
 
     head: str
@@ -138,7 +139,8 @@ class _Notes:
 
     def __init__(self, request: Request) -> None:
         self.began_s = time.perf_counter()
-        self._until_s = self.began_s + (request.seconds or inf)
+        self._seconds = request.seconds or inf
+        self._until_s = self.began_s + self._seconds
         self._times_s: list[list[float]] = [[] for _ in range(request.batch)]
         self._tokens: list[list[int]] = [[] for _ in range(request.batch)]
         self._left = set(range(request.batch))
@@ -152,7 +154,9 @@ class _Notes:
             self._left.remove(row)
             if not self._left:
                 _say(First(now_s))
-        return now_s < self._until_s
+                # Late prompts leave half of the time for what is measured.
+                self._until_s = max(self._until_s, now_s + self._seconds / 2)
+        return bool(self._left) or now_s < self._until_s
 
     def answer(self) -> Answer:
         """All of it."""
