@@ -12,5 +12,6 @@ No torch, no clock, no I/O. From what is known to a plan:
 4. `simulator` plays `jobs` in virtual time; `rehearsal` ranks plans by it, `contest` compares
    them with the `layouts` of other systems (`flow`: their max-flow).
 
-`placement`, `recovery` and `handover` are what servers and clients decide by while they run.
+`placement`, `moves` (with `shifts`), `recovery` and `handover` are what servers and clients
+decide by while they run; `churn` plays hours of it under different `rules` of placement.
 """
