@@ -31,11 +31,15 @@ class Job(msgspec.Struct, frozen=True):
 
 
 class Request(msgspec.Struct, frozen=True):
-    """Generate `new_tokens` greedily for `batch` random prompts of `prompt_tokens`."""
+    """Generate `new_tokens` greedily for `batch` random prompts of `prompt_tokens`.
+
+    `head` says who chooses the tokens of a swarm.
+    """
 
     batch: int
     prompt_tokens: int
     new_tokens: int
+    head: str = "client"
 
 
 class Traffic(msgspec.Struct, frozen=True):
@@ -60,10 +64,23 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 class TokenClock:
-    """A stopping criterion that never stops, and notes when each token came."""
+    """Notes when each token came: a stopping criterion that never stops, and a streamer.
+
+    Only transformers' own loop asks a criterion; a streamer is told by every head.
+    """
 
     def __init__(self) -> None:
         self.times: list[float] = []
+        self._has_prompt = False
+
+    def put(self, tokens: torch.Tensor) -> None:
+        """The prompt, and then each column of tokens."""
+        if self._has_prompt:
+            self.times.append(time.perf_counter())
+        self._has_prompt = True
+
+    def end(self) -> None:
+        """No more tokens."""
 
     def __call__(self, input_ids: torch.Tensor, _scores: Any, **_: Any) -> torch.Tensor:
         self.times.append(time.perf_counter())
@@ -82,14 +99,22 @@ def load(job: Job) -> Any:
             dtype=job.dtype,
             settings=ClientSettings(trace=job.trace),
         )
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     found = Path(job.model) if job.model != DEMO_MODEL else demo_gguf()
     where = {"gguf_file": found.name} if found.is_file() else {}
     folder = found.parent if found.is_file() else found
-    return AutoModelForCausalLM.from_pretrained(
-        folder, dtype=getattr(torch, job.dtype), **where
-    ).eval()
+    dtype = getattr(torch, job.dtype)
+    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **where)
+    if not where:
+        return loaded.eval()
+    # A packed file's model says of itself that it was packed: an ordinary one of its weights.
+    plain = AutoModelForCausalLM.from_config(
+        AutoConfig.from_pretrained(folder, **where), dtype=dtype
+    )
+    plain.load_state_dict(loaded.state_dict())
+    plain.generation_config = loaded.generation_config
+    return plain.eval()
 
 
 def demo_gguf() -> Path:
@@ -121,8 +146,10 @@ def run(model: Any, request: Request) -> Answer:
     """Generate once and report."""
     from transformers import StoppingCriteriaList
 
-    ids = prompts(request.batch, request.prompt_tokens, model.config.vocab_size)
+    server = hasattr(model, "traffic") and request.head == "server"
     clock = TokenClock()
+    timed = {"streamer": clock} if server else {"stopping_criteria": StoppingCriteriaList([clock])}
+    ids = prompts(request.batch, request.prompt_tokens, model.config.vocab_size)
     start = time.perf_counter()
     with torch.inference_mode():
         out = model.generate(
@@ -131,7 +158,8 @@ def run(model: Any, request: Request) -> Answer:
             do_sample=False,
             max_new_tokens=request.new_tokens,
             min_new_tokens=request.new_tokens,
-            stopping_criteria=StoppingCriteriaList([clock]),
+            **({"head": "server"} if server else {}),
+            **timed,
         )
     times = clock.times
     spent = times[-1] - times[0]
