@@ -39,14 +39,15 @@ class StageTrace:
     """The mean step of one phase on one stage, in milliseconds; bytes are those of a step.
 
     `wire_ms` from the stage or client before it (`upstream`) until all was here; handing a
-    result to the transport counts there, too. `exposed_ms` of it the device here had nothing
-    else to do. `share` of the step.
+    result to the transport counts there, too; both are of `timed_steps`, for which clocks were
+    known. `exposed_ms` of it the device here had nothing else to do. `share` of the step.
     """
 
     blocks: str
     peer: str
     upstream: str
     steps: int
+    timed_steps: int
     rows: float
     wire_ms: float
     exposed_ms: float
@@ -144,6 +145,7 @@ def _stage(
         peer=peer,
         upstream=reports[-1].upstream,
         steps=int(sums["steps"]),
+        timed_steps=int(sums["timed_steps"]),
         rows=sums["rows"] / steps,
         wire_ms=sums["wire_us"] / timed / 1e3,
         exposed_ms=sums["exposed_us"] / timed / 1e3,
@@ -198,8 +200,8 @@ def trace_table(trace: PhaseTrace) -> Table:
         table.add_row(
             row.blocks,
             row.peer[-8:],
-            wire,
-            f"{row.exposed_ms:.2f}",
+            wire if row.timed_steps else "?",
+            f"{row.exposed_ms:.2f}" if row.timed_steps else "?",
             *others,
             f"{row.total_ms:.2f}",
             f"{100 * row.share:.0f} %",
