@@ -11,6 +11,9 @@ A window of `--window-s` has to carry nine tenths of what the right setting carr
 second half of the phase. All settings take turns; each runs alone.
 
     python -m benchmarks.link_drop [--quick] [--rtt-ms 20] [--rounds 1] [--picture drop.png]
+
+At these rates raw rows never pay, so what auto has to notice is when the link comes back, if
+at all; `--ratio 0 --to-ratio 6.5` starts without a limit, where raw is right, and drops to E5.
 """
 
 from __future__ import annotations
@@ -77,10 +80,10 @@ class Drop:
         return sum(start_s <= at < end_s for at in self.times_s) / (end_s - start_s)
 
 
-def phases(lengths_s: Sequence[float], ratio: float, factor: float) -> list[Phase]:
+def phases(lengths_s: Sequence[float], ratio: float, dropped: float) -> list[Phase]:
     """Fast, slow, fast again."""
     ends = [sum(lengths_s[: i + 1]) for i in range(len(lengths_s))]
-    names, ratios = ("before", "dropped", "back"), (ratio, ratio * factor, ratio)
+    names, ratios = ("before", "dropped", "back"), (ratio, dropped, ratio)
     starts = [0.0, *ends[:-1]]
     return [Phase(*each) for each in zip(names, ratios, starts, ends, strict=True)]
 
@@ -162,14 +165,16 @@ def main() -> int:
     if AUTO in settings and AUTO.codec not in get_args(CodecName):
         console.print("auto is left out: servers have no --codec auto")
         settings.remove(AUTO)
-    plan = phases(options.phases_s, options.ratio, options.factor)
+    dropped = options.to_ratio or options.ratio * options.factor
+    plan = phases(options.phases_s, options.ratio, dropped)
     setup = Setup(options.model, SPANS, options.batch, options.prompt, options.pace)
     with ExitStack() as stack:
         bench = Bench(setup, sorted({setting.codec for setting in settings}), stack)
         bench.warm_up(settings)
         bench.shape(uniform("all", options.ratio, options.rtt_ms, len(SPANS)))
-        rates = [bench.rate(Wire(phase.ratio, options.rtt_ms)) or 0.0 for phase in plan]
-        console.print("the link:", ", ".join(f"{r:.2f} Mbit/s" for r in rates))
+        rates = [bench.rate(Wire(phase.ratio, options.rtt_ms)) for phase in plan]
+        told = ("no limit" if rate is None else f"{rate:.2f} Mbit/s" for rate in rates)
+        console.print("the link:", ", ".join(told))
         rounds: list[list[Drop]] = []
         for _ in range(options.rounds):
             if AUTO in settings:
@@ -209,6 +214,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--settings", nargs="+", choices=names, default=names)
     parser.add_argument("--ratio", type=float, default=0.26, help="of all links; E5's over 25")
     parser.add_argument("--factor", type=float, default=25.0, help="by which the link drops")
+    parser.add_argument("--to-ratio", type=float, help="of the link once dropped, instead")
     parser.add_argument("--rtt-ms", type=float, default=20.0)
     parser.add_argument(
         "--phases-s", type=float, nargs=3, default=[10.0, 25.0, 20.0],

@@ -106,7 +106,7 @@ def test_a_choice_has_settled_when_no_later_window_is_too_slow() -> None:
 
 
 def test_phases_follow_each_other() -> None:
-    plan = phases([10, 25, 20], 0.26, 25)
+    plan = phases([10, 25, 20], 0.26, 6.5)
     assert [(p.start_s, p.end_s) for p in plan] == [(0, 10), (10, 35), (35, 55)]
     assert [p.ratio for p in plan] == pytest.approx([0.26, 6.5, 0.26])
     assert plan[1].second_half == (22.5, 35)
