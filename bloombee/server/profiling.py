@@ -81,6 +81,16 @@ class Profiler:
             await self._with_context(context)
         return self._readings
 
+    @property
+    def blocks(self) -> int:
+        """Of the span."""
+        return len(self._model.span)
+
+    async def one_row(self) -> float:
+        """Seconds of a row through all blocks; a fraction of a second to measure. As `run`."""
+        async with self._session(1, 0) as session:
+            return await _point(session, Trial(), WARMING)
+
     def _session(self, sequences: int, context: int, spare: int = SPARE_TOKENS) -> _Session:
         return scratch(
             self._executor, self._model, sequences=sequences, context=context, spare=spare

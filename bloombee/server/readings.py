@@ -25,12 +25,15 @@ class Readings:
 
     @property
     def pass_s(self) -> float:
-        """What a pass costs besides its blocks; 0 where there is one block to tell by."""
+        """What a pass costs besides its blocks; 0 where there is one block to tell by.
+
+        Half of a pass at most: what disturbed one of the two measurements makes no block free.
+        """
         if self.blocks == 1:
             return 0.0
         first_s = self.decode[min(rows for rows, context in self.decode if not context), 0]
         block_s = (first_s - self.single_s) / (self.blocks - 1)
-        return min(max(0.0, self.single_s - block_s), first_s)
+        return min(max(0.0, self.single_s - block_s), first_s / 2)
 
     def per_block(self, seconds: float) -> float:
         """A block's share of a pass."""
