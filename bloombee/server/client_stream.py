@@ -137,14 +137,16 @@ class _ClientStream:
 
     async def _answer(self, session: Session, beat: Beat) -> None:
         """Answer a beat, or take the client's answer to ours; and ask the client in turn."""
+        if not beat.heard_us:
+            self._number = beat.number
+            session.client_is_timed = beat.sent_us > 0
+            await self._client.send(answer(beat, session.sent_step))
+        if not session.rows_told:
+            return
         link = MeasuredLink(self._client, session.id, self._parts.sending.estimator(session))
         if beat.heard_us:
             link.heard(beat)
-            return
-        self._number = beat.number
-        session.client_is_timed = beat.sent_us > 0
-        await self._client.send(answer(beat, session.sent_step))
-        if session.rows_told:
+        else:
             await link.beat()
 
     async def _beat(self, session: Session) -> None:
