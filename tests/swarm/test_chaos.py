@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import jaxtyping
 
+from bloombee.protocol.messages import PREFIX_TOKENS
 from bloombee.telemetry import now_s
 from tests.swarm.chaos.drive import make_case, run_case
 
@@ -56,10 +57,13 @@ def test_no_fault_changes_an_answer_or_leaks_a_page(
 
 
 def test_without_faults_every_client_gets_the_right_answers() -> None:
+    adopted = 0
     for seed in range(UNDISTURBED):
         report = run_case(make_case(seed, disturbed=False))
         assert not report.problems, report
         assert not report.errors, report
+        adopted += report.adopted
+    assert adopted > 5 * PREFIX_TOKENS
 
 
 def test_the_same_seed_gives_the_same_events_in_the_same_order() -> None:

@@ -15,7 +15,17 @@ from bloombee.client.work import Work
 from bloombee.core import PackedTable
 from bloombee.errors import BloomBeeError
 from tests.swarm.chaos.digests import VOCABULARY, embed, to_numbers
-from tests.swarm.chaos.scripts import Crop, Decode, Interrupt, Leave, Pause, Reorder, Say, Tell
+from tests.swarm.chaos.scripts import (
+    Crop,
+    Decode,
+    Interrupt,
+    Leave,
+    Pause,
+    Reorder,
+    Say,
+    Tell,
+    said,
+)
 from tests.swarm.chaos.telling import Telling, sampling_of
 
 if TYPE_CHECKING:
@@ -89,7 +99,7 @@ class Conversation:
         tokens: list[list[int]] = []
         for row, length in enumerate(act.lengths[: len(self._rows)]):
             self._said += 1
-            tokens.append([(self._said * 101 + row * 17 + i) % VOCABULARY for i in range(length)])
+            tokens.append(said(self._said, row, length))
         await self._advance(tokens, act.want, "prefill")
 
     async def _decode(self) -> None:

@@ -16,12 +16,18 @@ from tests.swarm.chaos.conversation import Conversation, Interrupted
 from tests.swarm.chaos.fates import Fates
 from tests.swarm.chaos.faults import Calm, Deed, Fault, make_schedule
 from tests.swarm.chaos.oracle import right_outputs
-from tests.swarm.chaos.scripts import Script, make_script, uninterrupted, with_server_head
+from tests.swarm.chaos.scripts import (
+    Script,
+    make_script,
+    uninterrupted,
+    with_kept_prompts,
+    with_server_head,
+)
 from tests.swarm.chaos.world import Plan, World, tiled
 from tests.virtual_time import VirtualTimeLoop, process, run
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Awaitable, Callable, Iterator
 
     from tests.swarm.chaos.world import Client
 
@@ -32,6 +38,8 @@ LONGEST_S = 900.0
 SETTLE_S = 45.0
 """Virtual seconds until everything is freed: the longest lease, and a little."""
 ATTEMPTS = 5
+KEEPING = 12
+"""Of so many seeds one has sessions that begin with prompts which servers kept."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +76,8 @@ class Report:
     frames: dict[tuple[str, str], int] = field(default_factory=dict[tuple[str, str], int])
     events: int = 0
     trace: str = ""
+    adopted: int = 0
+    """Tokens that sessions began with."""
 
     def __str__(self) -> str:
         told = "\n".join(f"  problem: {problem}" for problem in self.problems)
@@ -85,6 +95,9 @@ def make_case(seed: int, *, disturbed: bool = True) -> Case:
     scripts = tuple(make_script(luck) for _ in range(luck.choice((1, 1, 1, 2, 3))))
     heads = random.Random(f"heads {seed}")  # apart, so that the rest stays as it was
     scripts = tuple(with_server_head(script, heads) for script in scripts)
+    if seed % KEEPING == KEEPING - 1:
+        keeps = random.Random(f"kept prompts {seed}")
+        scripts = tuple(with_kept_prompts(script, keeps) for script in scripts[:2])
     if not disturbed:
         scripts = tuple(map(uninterrupted, scripts))
     needs = [s.rows * (s.max_length + 3) for s in scripts]
@@ -173,33 +186,47 @@ async def _converse(
             raise error
         await world.heal()
 
-    talk: Conversation | None = None
+    talks: list[Conversation] = []
     try:
-        async with asyncio.TaskGroup() as tasks:
-            session = None
-            while session is None:
-                try:
-                    session = await client.open(script.rows, script.max_length, tasks)
-                except SwarmError as missing:
-                    # Whoever starts while blocks have no holder is told at once.
-                    logger.debug("nobody to open a session with: %s", missing)
-                    await asyncio.sleep(1.0)
-                except BloomBeeError as error:
-                    await retry(error)
-            talk = Conversation(session, script, retry)
-            try:
-                await talk.play()
-            finally:
-                await session.close()
+        for _ in range(script.sessions):
+            await _play(client, script, talks, retry, report)
     except* BloomBeeError as group:
         report.problems.append(f"{client.name} gave up: {group.exceptions[0]}")
     finally:
-        told = [] if talk is None else talk.outputs
+        told = [output for talk in talks for output in talk.outputs]
+        right = right * script.sessions
         wanted = right if client.vanished_at is None else right[: len(told)]
         if told != wanted:
             pairs = enumerate(zip(told, wanted, strict=False))
             first = next((i for i, (got, want) in pairs if got != want), len(told))
             report.problems.append(f"{client.name}: wrong output {first} of {len(right)}")
+
+
+async def _play(
+    client: Client,
+    script: Script,
+    talks: list[Conversation],
+    retry: Callable[[BloomBeeError], Awaitable[None]],
+    report: Report,
+) -> None:
+    """One session, which is entered into `talks`."""
+    async with asyncio.TaskGroup() as tasks:
+        session = None
+        while session is None:
+            try:
+                session = await client.open(script, tasks)
+            except SwarmError as missing:
+                # Whoever starts while blocks have no holder is told at once.
+                logger.debug("nobody to open a session with: %s", missing)
+                await asyncio.sleep(1.0)
+            except BloomBeeError as error:
+                await retry(error)
+        talks.append(Conversation(session, script, retry))
+        try:
+            await talks[-1].play()
+        finally:
+            report.adopted += sum(session.traffic.adopted)
+            await session.close()
 
 
 async def _check_freed(world: World, report: Report) -> None:
@@ -211,6 +238,11 @@ async def _check_freed(world: World, report: Report) -> None:
     for server in world.servers:
         if server.pool is not None:
             server.pool.check_integrity()
+        if server.stage is not None:
+            store = server.stage.prefixes.store
+            store.check()
+            used = sum(chunk.uses for chunk in store._chunks.values())
+            report.problems += [f"{server.name}: {used} kept chunks are in use"] if used else []
 
 
 def _held(world: World) -> Iterator[str]:

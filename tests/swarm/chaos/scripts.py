@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from tests.swarm.chaos.digests import VOCABULARY
+
 if TYPE_CHECKING:
     import random
 
@@ -81,6 +83,35 @@ class Script:
     acts: tuple[Act, ...]
     sends_rows: bool = True
     """Or ids, which the first stage turns into rows."""
+    sessions: int = 1
+    """How often it is played, each time anew; with announced prompts from the second on."""
+
+    @property
+    def prompts(self) -> tuple[tuple[int, ...], ...]:
+        """What servers may keep for the next session: what is said first, if it comes again."""
+        first = self.acts[0]
+        if self.sessions == 1 or not isinstance(first, Say):
+            return ()
+        return tuple(tuple(said(row + 1, row, n)) for row, n in enumerate(first.lengths))
+
+
+def said(number: int, row: int, length: int) -> list[int]:
+    """The tokens of what is said as `number`."""
+    return [(number * 101 + row * 17 + i) % VOCABULARY for i in range(length)]
+
+
+def with_kept_prompts(script: Script, luck: random.Random) -> Script:
+    """The same twice or more, with prompts so long that servers keep them for the next time."""
+    rows = min(script.rows, 2)
+    first = Say(tuple(luck.choice((66, 90, 131)) for _ in range(rows)))
+    acts = tuple(_of_rows(act, rows) for act in script.acts[1:] if not isinstance(act, Leave))
+    acts = (first, *acts)
+    longest = sum(_growth(act) for act in acts) + 8
+    return replace(script, rows=rows, max_length=longest, acts=acts, sessions=luck.choice((2, 3)))
+
+
+def _of_rows(act: Act, rows: int) -> Act:
+    return Say((act.lengths * 2)[-rows:], act.want) if isinstance(act, Say) else act
 
 
 def with_server_head(script: Script, luck: random.Random) -> Script:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from bloombee.server.executor import Executor
     from bloombee.server.work import Model
     from bloombee.transport.interface import Endpoint
+    from tests.swarm.chaos.scripts import Script
 
 FINGERPRINT = "digests"
 MAX_STEP_TOKENS = 24
@@ -340,9 +341,10 @@ class Client:
         settings = ConnectionSettings(None, self._connect_s, lambda: 1e9)
         return await connect(self._dialer, endpoint, self.identity, settings=settings)
 
-    async def open(self, rows: int, max_length: int, tasks: asyncio.TaskGroup) -> RemoteSession:
-        """An open session."""
-        return await self.access.open(terms(rows, max_length), tasks, _embed)
+    async def open(self, script: Script, tasks: asyncio.TaskGroup) -> RemoteSession:
+        """An open session for `script`."""
+        wanted = replace(terms(script.rows, script.max_length), prompts=script.prompts)
+        return await self.access.open(wanted, tasks, _embed)
 
 
 def _embed(entries: Sequence[Entry], positions: torch.Tensor) -> torch.Tensor:
