@@ -82,7 +82,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     code = run_until_stopped(PROG, serve(), uvloop.new_event_loop, also=DRAIN_SIGNAL)
     if served and code == 0:
         with contextlib.suppress(BrokenPipeError):  # whoever read may have gone first
-            print(f"left: blocks {served[0].span} of {served[0].model}, served no more", flush=True)
+            last = served[-1]
+            print(f"left: blocks {last.span} of {last.model}, served no more", flush=True)
     gc.freeze()  # else the interpreter takes seconds to look for garbage in torch
     _end_if_computing(code)
     return code

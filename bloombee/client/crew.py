@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from bloombee.client.completions import Completion, complete, failure
 from bloombee.client.decoding import Decodes
 from bloombee.client.prompts import Job, Words
+from bloombee.core import doubled
 from bloombee.errors import BloomBeeError, DeadlineExceeded, KVFull
-from bloombee.planner.recovery import doubled
 
 _log = logging.getLogger(__name__)
 

@@ -25,7 +25,7 @@ from bloombee.client.surroundings import Holder
 from bloombee.client.survey import Survey, endpoints_of
 from bloombee.client.terms import SessionTerms
 from bloombee.config.client import ClientSettings
-from bloombee.core import PeerId, Span
+from bloombee.core import PeerId, Span, doubled
 from bloombee.errors import (
     BloomBeeError,
     DeadlineExceeded,
@@ -36,7 +36,7 @@ from bloombee.errors import (
     VersionMismatch,
 )
 from bloombee.planner.neighbours import Neighbours
-from bloombee.planner.recovery import PeerHealth, doubled
+from bloombee.planner.recovery import PeerHealth
 from bloombee.planner.routing import token_s
 from bloombee.planner.workload import Objective
 from bloombee.swarm.view import SERVING, SwarmSnapshot

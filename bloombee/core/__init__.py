@@ -1,5 +1,6 @@
 """Frozen value types that every other package speaks in; no torch, no I/O."""
 
+from bloombee.core.backoff import doubled
 from bloombee.core.identifiers import PeerId, SessionId
 from bloombee.core.packed import PackedTable
 from bloombee.core.span import Route, Span, Stage
@@ -13,4 +14,5 @@ __all__ = [
     "SessionId",
     "Span",
     "Stage",
+    "doubled",
 ]

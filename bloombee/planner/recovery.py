@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
+from bloombee.core import doubled
 from bloombee.errors import (
     AuthError,
     BloomBeeError,
@@ -189,11 +190,6 @@ class Casebook:
         if self._attempts <= 2:
             return 0.0
         return doubled(self._first_pause_s, self._attempts - 3, self._longest_pause_s)
-
-
-def doubled(first_s: float, times: int, longest_s: float) -> float:
-    """`first_s` doubled so many times, `longest_s` at most."""
-    return min(longest_s, first_s * 2 ** min(times, 30))
 
 
 _ORDER = (

@@ -16,6 +16,7 @@ from bloombee.errors import SettingsError
 from bloombee.kv import KVPool, make_pool
 from bloombee.models import SpanModel
 from bloombee.server.announcement import announced_address, announced_host
+from bloombee.server.background import in_background
 from bloombee.server.device import free_bytes
 from bloombee.server.executor import Executor, ExecutorSettings
 from bloombee.server.machine import this_machine
@@ -95,12 +96,11 @@ class Assembly:
         kv_bytes = opened.memory.kv_bytes if free.is_shared else 0  # elsewhere it is taken
         return free.bytes_of(len(span), 0) + kv_bytes <= free.usable_bytes
 
-    def load(self, span: Span) -> SpanModel:
-        """Load the weights of `span`. Blocks; raises ModelError, or what torch and files do."""
+    async def load(self, span: Span) -> SpanModel:
+        """Load the weights of `span`; raises ModelError, or what torch and files do."""
         opened = self._opened
-        return SpanModel.load_with_ends(
-            opened.source, span, dtype=opened.dtype, device=opened.device
-        )
+        load = partial(SpanModel.load_with_ends, dtype=opened.dtype, device=opened.device)
+        return await in_background(lambda: load(opened.source, span))
 
     def stage(self, model: SpanModel) -> StageServer:
         """A stage of `model`, with KV of its own; it is not started."""

@@ -14,16 +14,14 @@ import asyncio
 import gc
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Protocol
 
 from bloombee.core import Span
 from bloombee.errors import BloomBeeError, SettingsError, SwarmError
 from bloombee.models import SpanModel
 from bloombee.planner.moves import Move, opens_gap
-from bloombee.server.background import in_background
 from bloombee.server.leaving import COMPUTE_GRACE_S, Membership
 from bloombee.server.placement import Noticeboard
 from bloombee.server.stage import StageServer
@@ -49,18 +47,15 @@ class Maker(Protocol):
     """Makes stages; see `assembly.Assembly`."""
 
     def fits_beside(self, span: Span) -> bool: ...
-    def load(self, span: Span) -> SpanModel: ...
+    async def load(self, span: Span) -> SpanModel: ...
     def stage(self, model: SpanModel) -> StageServer: ...
     def address(self, stage: StageServer) -> str: ...
-
-
-InBackground = Callable[[Callable[[], SpanModel]], Awaitable[SpanModel]]
 
 
 class Host:
     """Serves as `member`, whose stage and record it sets, with stages from `maker`.
 
-    `record` is what was published last, `stage` what serves, None in mid-move.
+    `record` is what was published last. `report` is told of each span once it is served.
     """
 
     def __init__(
@@ -70,15 +65,15 @@ class Host:
         maker: Maker,
         *,
         drain_s: float,
+        report: Callable[[ServerRecord], None] = lambda _: None,
         clock: Callable[[], float] = time.time,
-        background: InBackground = in_background,
     ) -> None:
         self._member = member
         self._board = board
         self._maker = maker
         self._drain_s = drain_s
+        self._report = report
         self._clock = clock
-        self._background = background
 
     @property
     def record(self) -> ServerRecord:
@@ -88,13 +83,12 @@ class Host:
             raise RuntimeError("the server has not served yet")
         return record
 
-    async def serve(self, joining: ServerRecord) -> ServerRecord:
-        """Load the record's span and serve it; returns the record as published then.
+    async def serve(self, joining: ServerRecord) -> None:
+        """Load the record's span, serve it, and publish that.
 
         Raises ModelError, SettingsError, SwarmError.
         """
         await self._serve(joining, await self._load(joining.span))
-        return self.record
 
     async def move(self, move: Move) -> bool:
         """Serve other blocks in place of those of now; False when the server stays with these.
@@ -168,7 +162,7 @@ class Host:
 
     async def _load(self, span: Span) -> SpanModel:
         async with asyncio.timeout(LOAD_S):
-            return await self._background(partial(self._maker.load, span))
+            return await self._maker.load(span)
 
     async def _serve(self, joining: ServerRecord, model: SpanModel) -> None:
         """Start a stage of `model`, measure it, and publish it."""
@@ -185,6 +179,7 @@ class Host:
         # Modules and weights are never garbage: collections skip them from here on, which
         # saves pauses of a tenth of a second, and two seconds when the process ends.
         gc.freeze()
+        self._report(online)
 
     async def _started(self, model: SpanModel) -> StageServer:
         """A stage that listens; after another it waits until that one's port is free."""

@@ -58,7 +58,7 @@ class Serving:
 async def run_server(
     settings: ServerSettings, report: Callable[[Serving], None], *, swarm_key: bytes | None = None
 ) -> NoReturn:
-    """Serve until cancelled, then drain; calls `report` once ready.
+    """Serve until cancelled, then drain; calls `report` once ready, and after each move.
 
     Raises SettingsError and ModelError for what the user can mend, SwarmError when
     the swarm can't be reached or the libp2p daemon ends.
@@ -79,9 +79,14 @@ async def run_server(
             opened.source.name,
             assembly.settled(record.span).memory,
         )
-        host = Host(member, node, assembly, drain_s=settings.drain_s)
-        online = await host.serve(record)
-        report(_serving(node, online))
+        host = Host(
+            member,
+            node,
+            assembly,
+            drain_s=settings.drain_s,
+            report=lambda online: report(_serving(node, online)),
+        )
+        await host.serve(record)
         raise await member.ended(_moving(settings, node, host))
 
 

@@ -13,6 +13,7 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from bloombee.core import doubled
 from bloombee.errors import BloomBeeError
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ class Warmer:
             raise
         except BloomBeeError as error:
             _log.debug("no way to %s, who may be needed: %s", endpoint.peer, error)
-            way.until_s = now() + min(COLD_S, WARM_S * 2 ** min(way.failures, 10))
+            way.until_s = now() + doubled(WARM_S, way.failures, COLD_S)
             way.failures += 1
             return False
         way.failures = 0

@@ -93,9 +93,7 @@ class One:
         self.identity = Identity.load_or_create(None)
         self.peer = self.identity.peer_id
         self.member = Membership(cast("Any", self), 30.0)
-        self.host = Host(
-            self.member, self, cast("Any", self), drain_s=30.0, clock=wall_s, background=self._load
-        )
+        self.host = Host(self.member, self, cast("Any", self), drain_s=30.0, clock=wall_s)
         self.rebalancer = Rebalancer(self, self.host, draw.random)
 
     async def begin(self, group: asyncio.TaskGroup) -> None:
@@ -136,14 +134,11 @@ class One:
 
     # What a host asks for ----------------------------------------------------------------
 
-    async def _load(self, work: Callable[[], Any]) -> Any:
-        await asyncio.sleep(LOAD_S)
-        return work()
-
     def fits_beside(self, span: Span) -> bool:
         return len(span) == WIDTH and self.speed > 40
 
-    def load(self, span: Span) -> Any:
+    async def load(self, span: Span) -> Any:
+        await asyncio.sleep(LOAD_S)
         return digest_stage(span.start, span.end)
 
     def stage(self, setup: Any) -> StageServer:

@@ -15,6 +15,7 @@ import pytest
 from bloombee.core import PeerId, Span
 from bloombee.errors import ModelError
 from bloombee.planner.moves import Move
+from bloombee.server.background import in_background
 from bloombee.server.holdings import Holdings
 from bloombee.server.hosting import Host
 from bloombee.server.leaving import Membership
@@ -56,10 +57,10 @@ class Mover:
     def fits_beside(self, span: Span) -> bool:
         return self._beside and span in THREE
 
-    def load(self, span: Span) -> SpanModel:
+    async def load(self, span: Span) -> SpanModel:
         if span in self.broken:
             raise ModelError(f"no blocks {span} on this disk; download them again")
-        return self.swarm.load(span)
+        return await in_background(lambda: self.swarm.load(span))
 
     def stage(self, model: SpanModel) -> StageServer:
         return self.swarm.build(model, self.identity)
