@@ -22,15 +22,18 @@ from bloombee.client.micro_batches import Strand
 from bloombee.client.packing import Packing
 from bloombee.client.server_head import Request as Call
 from bloombee.config.client import ClientSettings
-from bloombee.protocol.messages import Sampling
+from bloombee.protocol.messages import Describe, Sampling, TraceReport
+
+DESCRIBE_S = 10.0
 
 
 class Job(msgspec.Struct, frozen=True):
-    """What to load."""
+    """What to load; with `trace` answers carry what the stages say of their sessions."""
 
     model: str
     dtype: str
     initial_peers: list[str]
+    trace: bool = False
 
 
 class Request(msgspec.Struct, frozen=True):
@@ -57,11 +60,15 @@ class First(msgspec.Struct, frozen=True):
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """Times of all tokens of each row, and of the call (the machine's monotonic clock)."""
+    """Times of all tokens of each row, and of the call (the machine's monotonic clock).
+
+    `traces` of each stage, in order, if the job asked for them.
+    """
 
     began_s: float
     times_s: list[list[float]]
     ids: list[list[int]]
+    traces: list[list[TraceReport]] = []
 
     @property
     def first_after_s(self) -> float:
@@ -79,6 +86,7 @@ class Bench:
     def __init__(self, job: Job) -> None:
         self._job = job
         self._models: dict[int, Any] = {}
+        self._seen: set[bytes] = set()
 
     def model(self, parts: int) -> Any:
         """A client whose decode steps go in so many parts (1: whole)."""
@@ -96,13 +104,41 @@ class Bench:
             )
         return self._models[parts]
 
+    def traces(self, model: Any) -> list[list[TraceReport]]:
+        """What the stages of the last route say of our sessions that are new since last time."""
+        told = model.loop.run(_told(model))
+        new = [[each for each in stage if each.session not in self._seen] for stage in told]
+        self._seen |= {each.session for stage in new for each in stage}
+        return new
+
     def run(self, request: Request) -> Answer:
+        """Generate, and ask what came of it where the job says so."""
+        answer = self._generate(request)
+        if not self._job.trace:
+            return answer
+        model = self.model(request.groups if request.head == "client" else 1)
+        return msgspec.structs.replace(answer, traces=self.traces(model))
+
+    def _generate(self, request: Request) -> Answer:
         """Generate; says when all rows have a token."""
         if request.head == "server" and not request.groups:
             return _as_it_likes(self.model(1), request)
         if request.head == "server":
             return asyncio.run(_grouped(self.model(1), request))
         return _with_barrier(self.model(request.groups), request)
+
+
+async def _told(model: Any) -> list[list[TraceReport]]:
+    found: list[list[TraceReport]] = []
+    for stage in model.route.stages:
+        connection = await model.access.connect(model.access.endpoints(stage.peer)[0])
+        try:
+            await connection.send(Describe(topics=("traces",)))
+            description, _ = await connection.receive(DESCRIBE_S)
+        finally:
+            await connection.close()
+        found.append(list(description.traces))
+    return found
 
 
 class _Clock(TokenClock):

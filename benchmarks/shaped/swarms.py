@@ -52,13 +52,14 @@ PREFIX_BYTES = 512 << 20
 
 @dataclass(frozen=True)
 class Setup:
-    """What all swarms have in common, and what a run asks for."""
+    """What all swarms have in common, and what a run asks for; `trace` goes to their clients."""
 
     model: str
     spans: tuple[str, ...]
     batch: int
     prompt: int
     pace: float
+    trace: bool = False
 
     @property
     def hop_bytes(self) -> int:
@@ -140,7 +141,7 @@ class Lane:
         self.swarm = stack.enter_context(
             LocalSwarm(setup.model, setup.spans, server_flags=flags, places=places)
         )
-        job = Job(setup.model, "bfloat16", self.swarm.initial_peers)
+        job = Job(setup.model, "bfloat16", self.swarm.initial_peers, setup.trace)
         self._client = stack.enter_context(ClientProcess(job, places[0].prefix))
 
     def warm_up(self, group_counts: Sequence[int]) -> None:

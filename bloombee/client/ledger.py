@@ -77,7 +77,6 @@ class PendingStep:
     )
     sent: bool = False
     is_ours: bool = False
-    is_traced: bool = False
     choices: Choices | None = None
     then: Callable[[PendingStep, Output, memoryview], PendingStep | None] | None = None
     until: int = 0

@@ -82,7 +82,7 @@ class Loop:
             return None
         following = self._following(step.number + 1, going)
         following.until, following.sent = step.until, True
-        following.is_traced = following.trace = step.trace
+        following.trace = step.trace
         return following
 
     def _following(self, number: int, sequences: Sequence[int]) -> PendingStep:
