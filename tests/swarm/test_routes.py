@@ -53,11 +53,11 @@ def tells(
     costs = CostTable("cpu", grid, grid, None, 0.0, 0, 0, 0, 0)
     describe, asked = stage.describe, list[Describe]()
 
-    async def told(question: Describe | None = None) -> Description:
-        asked.append(question or Describe())
+    async def told(question: Describe, *asker: Any) -> Description:
+        asked.append(question)
         if gate is not None:
             await gate.wait()
-        plain = msgspec.structs.replace(await describe(question), decode_rows=0, busy=0.0)
+        plain = msgspec.structs.replace(await describe(question, *asker), decode_rows=0, busy=0.0)
         changed = {name: value(stage) for name, value in more.items()}
         told_costs = costs if asked[-1].topics else None
         return msgspec.structs.replace(plain, costs=told_costs, **changed)
