@@ -22,7 +22,7 @@ import msgspec
 from bloombee.kv.interface import KVPool
 from bloombee.server.executor import Executor, ExecutorSettings
 from bloombee.server.forward import Failure, Run
-from bloombee.server.work import Model
+from bloombee.server.work import PROFILER, Model
 from bloombee.telemetry import cpu_us, now_us
 
 
@@ -99,7 +99,8 @@ def _kind(runs: Sequence[Run]) -> _Kind:
 class PacedExecutor(Executor):
     """Takes `pace` times as long for a decode pass as it needs; notes all passes in `diary`.
 
-    Once there is a file `needs`, passes need what it says.
+    Those of the server's own profile are left out. Once there is a file `needs`, passes need
+    what it says.
     """
 
     def __init__(
@@ -137,7 +138,7 @@ class PacedExecutor(Executor):
         left_us = started_us + self._pace * needed_us - now_us()
         if self._pace > 1 and not prompts and left_us > 0:
             self._never.wait(left_us / 1e6)
-        if self._diary is not None:
+        if self._diary is not None and runs[0].waiting.work.client != PROFILER:
             entry = Pass(started_us, now_us(), needed_us, len(runs), rest, prompts)
             self._diary.note(entry)
         return failures

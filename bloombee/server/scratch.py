@@ -15,7 +15,7 @@ from bloombee.kv.interface import KVPool
 from bloombee.models.sampling import Chooser
 from bloombee.protocol.messages import Sampling
 from bloombee.server.executor import Executor
-from bloombee.server.work import Model, Outcome, StepWork
+from bloombee.server.work import PROFILER, Model, Outcome, StepWork
 from bloombee.telemetry import now_us
 
 PASS_DEADLINE_S = 120.0
@@ -94,6 +94,7 @@ class Scratch:
             wanted="all",
             wire_dtype=model.dtype,
             done=done,
+            client=PROFILER,
             choosers=tuple(choosers),
         )
 

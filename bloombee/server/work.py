@@ -17,6 +17,8 @@ from bloombee.protocol.messages import Operations
 from bloombee.server.scheduler import NOBODY, WorkItem
 
 Wanted = Literal["all", "last", "none"]
+PROFILER = PeerId("the server itself")
+"""The client of passes that a server times for its profile."""
 
 
 class Model(Protocol):
