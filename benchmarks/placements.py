@@ -193,7 +193,7 @@ class Contest:
         ]
         self._shape(shaped=False)
         with self._bed.swarm(members) as running:
-            running.settle(BATCH, 1, 60.0 if self._bed.setup.prompt else 0.0)
+            running.settle(BATCH, 1, 1.0)  # prompts are kept from then on
             self._shape(shaped=True)
             rates = {count: self._rate(running, count) for count in dict.fromkeys(groups)}
             seen = running.seen()

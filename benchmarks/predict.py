@@ -165,7 +165,7 @@ def run_layout(
     found: list[Found] = []
     with bed.swarm(members, layout.codec) as running:
         for batch in {case.batch for case in cases}:  # prompts are computed once, and kept
-            running.settle(batch, 1, 60.0 if batch == bed.setup.batch else 30.0)
+            running.settle(batch, 1, 1.0)
         for case in cases:
             found.append(_run(bed, predictor, running, layout, case, options.seconds))
             console.print(_line(found[-1]))
