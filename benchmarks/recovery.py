@@ -6,7 +6,7 @@ Measured, in turn, for the first, middle and last stage and each prefix length:
 
 - from the kill to the next token, and of that the time that the kernel takes to end the
   process (it closes the connections last), from then until the loss was noticed, the
-  recovery, and the step itself;
+  recovery (of it: servers chosen and dialed, all stages opened, rows replayed), and the step;
 - tokens computed again, and bytes of the rows that travelled for it;
 - the same after starting over: a new session over the remaining servers, whole prompt;
 - that stage's own time of computing what was lost, the prompt and the tokens since, in
@@ -67,6 +67,9 @@ class Measured:
     dying_s: float
     detection_s: float
     recovery_s: float
+    staffing_s: float
+    opening_s: float
+    replaying_s: float
     step_s: float
     restart_s: float
     compute_s: float
@@ -147,6 +150,9 @@ class Bench:
             dying_s=dying_s,
             detection_s=max(0.0, total_s - dying_s - recovery_s - step_s),
             recovery_s=recovery_s,
+            staffing_s=sum(each.staffing_s for each in moved.recoveries),
+            opening_s=sum(each.opening_s for each in moved.recoveries),
+            replaying_s=sum(each.replaying_s for each in moved.recoveries),
             step_s=step_s,
             restart_s=restart_s,
             compute_s=compute_s,
@@ -193,7 +199,8 @@ def run(options: argparse.Namespace) -> dict[Case, list[Measured]]:
 def show(measured: dict[Case, list[Measured]]) -> bool:
     """Print the table; returns whether every token was right and the target is met."""
     table = Table(
-        *("prefix", "stage", "kill to token", "dies", "noticed", "recovery", "step"),
+        *("prefix", "stage", "kill to token", "dies", "noticed", "recovery"),
+        *("dials", "opens", "replays", "step"),
         *("new session", "stage's compute", "ratio", "tokens again", "KB moved", "KB lost"),
     )
     good = True
@@ -205,7 +212,8 @@ def show(measured: dict[Case, list[Measured]]) -> bool:
         table.add_row(
             *(str(case.prefix), STAGES[case.stage]),
             *(ms(runs, name) for name in ("total_s", "dying_s", "detection_s")),
-            *(ms(runs, name) for name in ("recovery_s", "step_s")),
+            *(ms(runs, name) for name in ("recovery_s", "staffing_s", "opening_s")),
+            *(ms(runs, name) for name in ("replaying_s", "step_s")),
             *(ms(runs, name) for name in ("restart_s", "compute_s")),
             f"{ratio:.2f}",
             *(str(last.replayed_tokens), f"{last.replayed_bytes / 1024:.0f}"),

@@ -53,6 +53,9 @@ class _Case:
     last: BloomBeeError | None = None
     is_waiting: bool = False
     bound: asyncio.Timeout | None = None
+    staffing_s: float = 0.0
+    opening_s: float = 0.0
+    replaying_s: float = 0.0
 
 
 class Recoverer:
@@ -167,7 +170,8 @@ class Recoverer:
         return treatment
 
     async def _round(self, cares: tuple[Cares, ...], case: _Case, until_s: float) -> None:
-        circuit = self._circuit
+        circuit, now = self._circuit, asyncio.get_running_loop().time
+        begun_s = now()
         chosen = await self._staffing.staff(dict(zip(circuit.seats, cares, strict=True)), case)
         opening = Opening(
             terms=self._past.terms,
@@ -178,7 +182,9 @@ class Recoverer:
             wait_s=min(self._settings.queue_s, self._settings.recovery_s) if case.full else 0.0,
             full=frozenset(case.full),
         )
+        staffed_s = now()
         refusals = await open_seats(circuit, opening)
+        case.staffing_s, case.opening_s = staffed_s - begun_s, now() - staffed_s
         circuit.retire_strangers()
         refusals = refusals or self._too_narrow()
         for refusal in refusals:
@@ -198,8 +204,9 @@ class Recoverer:
         now = asyncio.get_running_loop().time
         begun_s = now()
         await self._rebuilder.fill(holes, case.effort, lambda: self._went_on(case, until_s))
+        case.replaying_s = now() - begun_s
         if self._unlinked_since_s is not None:
-            self._unlinked_since_s += now() - begun_s
+            self._unlinked_since_s += case.replaying_s
 
     def _part_from_overtaken(self) -> None:
         """The last stage chooses anew: no stage may go on with what the lost one chose.
@@ -283,6 +290,9 @@ class Recoverer:
             case.effort.tokens,
             case.effort.row_bytes,
             asyncio.get_running_loop().time() - case.begun_s,
+            case.staffing_s,
+            case.opening_s,
+            case.replaying_s,
         )
         self._circuit.progress.traffic.recoveries.append(done)
         _log.info("recovered: %s", done)

@@ -46,7 +46,8 @@ class Recovery:
 
     `replayed_tokens` counts a token once for every stage that computed it again, and
     `replayed_bytes` the rows that entered these stages. `seconds` run from the moment
-    that the loss was noticed.
+    that the loss was noticed; of these the last round took `staffing_s` until every stage had
+    a server and a stream, `opening_s` until all had said what they hold, and `replaying_s`.
     """
 
     lost: tuple[Stage, ...]
@@ -54,6 +55,9 @@ class Recovery:
     replayed_tokens: int
     replayed_bytes: int
     seconds: float
+    staffing_s: float = 0.0
+    opening_s: float = 0.0
+    replaying_s: float = 0.0
 
     def __str__(self) -> str:
         if not self.lost and not self.taken:
