@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from jaxtyping import Int, Shaped
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
-from transformers.generation import GenerateDecoderOnlyOutput
+from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from bloombee.client.batch import RemoteBatch
 from bloombee.client.choosing import Seeding, samplings, unsupported
