@@ -105,4 +105,5 @@ def head_grid(readings: Readings) -> TimeGrid | None:
     if not readings.head:
         return None
     rows = sorted(readings.head)
-    return TimeGrid(tuple(rows), (0,), tuple((readings.head[count],) for count in rows))
+    lines = _sorted_out([[readings.head[count]] for count in rows])
+    return TimeGrid(tuple(rows), (0,), tuple((seconds,) for (seconds,) in lines))
