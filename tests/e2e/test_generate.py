@@ -154,6 +154,12 @@ def test_the_command_prints_what_local_generates(
     assert [stage["blocks"] for stage in answer["route"]] == ["0:10", "10:20", "20:30"]
     streamed = command("generate", "--initial-peers", *swarm.initial_peers, *asked)
     assert (streamed.stdout, streamed.stderr) == (answer["text"] + "\n", "")
+    named = (*swarm.initial_peers, "--trace", *answer["sessions"], "--json")
+    told = command("status", "--initial-peers", *named)
+    prefill, decode = json.loads(told.stdout)["traces"]
+    assert (prefill["phase"], decode["phase"], decode["steps"]) == ("prefill", "decode", 11)
+    assert [stage["peer"] for stage in decode["stages"]] == [s["peer"] for s in answer["route"]]
+    assert all(stage["compute_ms"] > 0 for stage in decode["stages"])
 
 
 def test_a_reader_that_goes_ends_it_quietly(swarm: LocalSwarm) -> None:
