@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationError, model_validator
 
 from bloombee.config.base import Settings
-from bloombee.config.fields import CodecName
+from bloombee.config.fields import LOSSY_HELP, CodecName
 from bloombee.config.lines import EMULATE_LINK, EmulatedLine
 from bloombee.config.validation import explain
 from bloombee.errors import SettingsError
@@ -92,7 +92,7 @@ class ClientSettings(Settings):
     codec: CodecName = Field(
         default="auto",
         description="how rows are sent to the first stage: raw, split (lossless compression), or "
-        "auto, whichever brings them there sooner",
+        "auto, whichever brings them there sooner" + LOSSY_HELP,
     )
     reuse_prompts: bool = Field(
         default=True,

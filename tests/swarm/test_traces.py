@@ -39,6 +39,7 @@ def generate(model: Any, head: str) -> None:
 
 def told(swarm: ClientSwarm, model: Any) -> list[list[TraceReport]]:
     """What each stage says of the session of the last call."""
+    assert model.traffic is not None
     (session,) = map(bytes.fromhex, model.traffic.sessions)
     asked = Describe(topics=("traces",), session=session)
     return [list(swarm.loop.run(stage.describe(asked)).traces) for stage in swarm.stages]
@@ -53,6 +54,7 @@ def test_the_parts_of_a_step_add_up_to_its_round_trip(swarm: ClientSwarm, head: 
     for one, other in ((peers[0], peers[1]), (peers[1], peers[2])):
         swarm.network.shape(one, other, LinkShape(delay_s=DELAY_S))
     generate(model, head)
+    assert model.traffic is not None
     traces = model.traffic.traces
     assert len(traces) == NEW
     assert [trace.looped for trace in traces] == [head == "server" and n > 0 for n in range(NEW)]
@@ -74,7 +76,7 @@ def test_servers_tell_the_sums_of_a_session(swarm: ClientSwarm, head: str) -> No
     generate(model, head)
     peers = [stage.endpoint.peer for stage in swarm.stages]
     stages = told(swarm, model)
-    assert not model.traffic.traces
+    assert model.traffic is not None and not model.traffic.traces
     for number, (prefill, decode) in enumerate(stages):
         assert (prefill.phase, prefill.steps, prefill.upstream == swarm.clients[-1]) == (
             "prefill",
@@ -95,6 +97,7 @@ def test_servers_tell_the_sums_of_a_session(swarm: ClientSwarm, head: str) -> No
 def test_strangers_have_to_know_the_whole_id(swarm: ClientSwarm) -> None:
     model = swarm.model(TRACED)
     generate(model, "server")
+    assert model.traffic is not None
     (session,) = map(bytes.fromhex, model.traffic.sessions)
     stage = swarm.stages[0]
 
