@@ -92,7 +92,7 @@ class StageServer:
         self._parts = parts
         self._neighbours = Neighbours(parts.codec)
         self._payloads = Payloads(self._neighbours.record)
-        self._traces = Traces()
+        self._traces = Traces(parts.limits.traced_sessions)
         self._uptime = Stopwatch()
         self._profile: Profile | None = None
         self._tasks = BackgroundTasks()

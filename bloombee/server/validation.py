@@ -51,7 +51,8 @@ class Limits:
     `max_tokens_per_peer` (None: all) is in KV tokens. A request queues for KV at most
     `max_wait_s`. A session whose client is silent ends after `lease_s`; one idle for
     `park_idle_s` may be parked, `park_bytes` of KV in all. Prompts are kept for later sessions
-    in `prefix_bytes`, for those of other clients too if these `share_prefixes`.
+    in `prefix_bytes`, for those of other clients too if these `share_prefixes`. Of the last
+    `traced_sessions` it is known where the time of their steps went.
     """
 
     max_sessions: int = 256
@@ -63,6 +64,7 @@ class Limits:
     park_bytes: int = 1 << 30
     prefix_bytes: int = 1 << 28
     share_prefixes: bool = False
+    traced_sessions: int = 256
     max_sequences: int = 1024
     max_step_tokens: int = 8192
     max_messages_per_s: int = 2000

@@ -111,12 +111,14 @@ async def settles(before: Footprint) -> None:
 
 
 def forgetful_stage() -> StageSetup:
-    """A counting stage that keeps no record of what it was asked."""
+    """A counting stage that keeps no record of what it was asked, and few books of sessions."""
     model, pool = AddingModel(), CountingPool(4000)
     model.batches = cast("Any", deque(maxlen=1))
     model.spans = cast("Any", deque(maxlen=1))
     pool.calls = cast("Any", deque(maxlen=1))
-    return replace(counting_stage(), model=model, pool=pool)
+    setup = counting_stage()
+    limits = replace(setup.limits, traced_sessions=4)
+    return replace(setup, model=model, pool=pool, limits=limits)
 
 
 @asynccontextmanager
