@@ -16,6 +16,8 @@ import pytest
 import uvloop
 
 from bloombee.errors import TransportError
+from bloombee.protocol import link_estimate
+from bloombee.server import exposure, recent_load
 from bloombee.server.stage import StageParts, StageServer
 from bloombee.swarm.identity import Identity
 from bloombee.transport import certificates
@@ -43,6 +45,14 @@ LIMITS = TransportLimits(linger_s=0.2, idle_s=0.2)
 SETTLING_S = 5.0
 ORPHANED_S = 1.2
 """By when a server has given up a session whose client left without a word."""
+
+
+@pytest.fixture(autouse=True)
+def short_books(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is kept for seconds, or of so many passes, fills up at once: else it looks grown."""
+    monkeypatch.setattr(link_estimate, "WINDOW_US", 100_000)
+    monkeypatch.setattr(exposure, "MOST_PASSES", 8)
+    monkeypatch.setattr(recent_load, "WINDOW_US", 1_000)
 
 
 @dataclass(frozen=True)
