@@ -88,6 +88,7 @@ class Executor:
         self._stopping = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._load = RecentLoad(now_us())
+        self._room = pool.free_tokens
         self._exposure = Exposure()
         self._thread = threading.Thread(target=self._run, name="compute", daemon=True)
 
@@ -140,9 +141,15 @@ class Executor:
         """Tokens that no session has reserved."""
         return await self.call(lambda pool: pool.free_tokens)
 
-    async def busy_share(self) -> float:
-        """The share of the last seconds in which it computed."""
-        return await self.call(lambda _: self._load.share(now_us()))
+    def room_and_load(self) -> tuple[int, float]:
+        """Free tokens as of the last pass, and the share of the last seconds spent in passes.
+
+        Waits for nothing: a question would wait for the pass that runs, a second or more.
+        Raises PeerStopping once it has stopped.
+        """
+        if self._closed:
+            raise PeerStopping(STOPPING)
+        return self._room, self._load.share(now_us())
 
     def free(self, session: SessionId) -> asyncio.Future[None]:
         """Give a session's KV back, now; the future is done when it is.
@@ -274,6 +281,7 @@ class Executor:
         self._waiting = [one for one in self._waiting if id(one) not in gone]
 
     def _deliver(self) -> None:
+        self._room = self._pool.free_tokens
         deliveries, self._deliveries = self._deliveries, []
         if not deliveries or self._loop is None:
             return

@@ -257,6 +257,7 @@ class StageServer:
         Raises PeerStopping once it has stopped.
         """
         parts, asked = self._parts, asked or Describe()
+        free_tokens, busy = self.executor.room_and_load()
         return Description(
             peer=parts.identity.peer_id,
             version=__version__,
@@ -267,7 +268,7 @@ class StageServer:
             dtype=str(parts.model.dtype).removeprefix("torch."),
             device=str(parts.model.device),
             kv_tokens=parts.pool.total_tokens,
-            free_tokens=await self.executor.free_tokens(),
+            free_tokens=free_tokens,
             sessions=len(self.sessions),
             steps=self._steps.taken,
             uptime_s=self._uptime.elapsed_s,
@@ -277,7 +278,7 @@ class StageServer:
             prefix_hits=self.prefixes.hits,
             prefix_tokens_saved=self.prefixes.tokens_saved,
             pinned=parts.pinned,
-            busy=await self.executor.busy_share(),
+            busy=busy,
             decode_rows=self._live_rows.rows,
             costs=self._costs() if "costs" in asked.topics else None,
             links=self._neighbours.reports(loop_us()) if "links" in asked.topics else (),
