@@ -315,6 +315,7 @@ class DistributedModelForCausalLM(ManyPromptsMixin, RemoteGenerationMixin, PreTr
             prompts,
             background,
             server_head,
+            self.access.settings.lossless,
         )
 
     async def _open(self, terms: SessionTerms, within_s: float) -> RemoteSession:

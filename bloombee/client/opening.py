@@ -130,4 +130,5 @@ def _message(circuit: Circuit, index: int, opening: Opening, secret: bytes) -> O
         source=seat.source,
         prefixes=opening.prefixes,
         background=terms.background,
+        lossless=terms.lossless,
     )

@@ -15,7 +15,8 @@ class SessionTerms:
     With `whole_prompts` no step is split: the model rotates by the length of the call.
     `prompts`, if given, are those that the first step is going to bring, of each sequence.
     What it does in the `background` gives way to others at the servers. With `server_head`
-    they choose its tokens.
+    they choose its tokens. Unless it is `lossless` its rows may lose something on their way,
+    where servers are set to that.
     """
 
     fingerprint: str
@@ -27,6 +28,7 @@ class SessionTerms:
     prompts: tuple[tuple[int, ...], ...] = ()
     background: bool = False
     server_head: bool = False
+    lossless: bool = True
 
     @property
     def row_bytes(self) -> int:

@@ -94,6 +94,11 @@ class ClientSettings(Settings):
         description="how rows are sent to the first stage: raw, split (lossless compression), or "
         "auto, whichever brings them there sooner" + LOSSY_HELP,
     )
+    lossless: bool = Field(
+        default=True,
+        description="have servers send our rows without loss, also those that are set to a lossy "
+        "codec; false lets them lose something",
+    )
     reuse_prompts: bool = Field(
         default=True,
         description="let servers keep the beginnings of prompts, and begin with those they kept",

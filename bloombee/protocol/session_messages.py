@@ -96,6 +96,8 @@ class Open(Message, frozen=True, array_like=True, tag=True):
 
     `background`: nobody waits for single tokens of this session (a batch job), its steps may
     give way to those of sessions where somebody does.
+
+    `lossless`: its rows lose nothing on their way, whatever codec a stage is set to.
     """
 
     session: Id16
@@ -115,6 +117,7 @@ class Open(Message, frozen=True, array_like=True, tag=True):
     source: Source | None = None
     prefixes: tuple[Chain, ...] = ()
     background: bool = False
+    lossless: bool = True
 
 
 class Opened(Message, frozen=True, array_like=True, tag=True):

@@ -19,7 +19,7 @@ import msgspec
 import torch
 from jaxtyping import Float
 
-from bloombee.compression import Buffer
+from bloombee.compression import LOSSY, Buffer
 from bloombee.core import PeerId
 from bloombee.errors import BloomBeeError, DeadlineExceeded, HopLost, RequestError, TransportError
 from bloombee.planner.neighbours import Neighbours, Rows
@@ -36,6 +36,9 @@ from bloombee.telemetry import Registry, loop_us, now_us
 
 logger = logging.getLogger(__name__)
 
+
+LOSSLESS = "split"
+"""The codec in place of a lossy one that the session's client did not agree to."""
 
 Loop = Callable[[Session, Step, bytes, float], None]
 """Takes the next step of a loop that this stage closes by itself, its ids, and its end."""
@@ -265,6 +268,8 @@ class Sending:
         choice = self._neighbours.choose(peer, about, loop_us())
         if choice.is_new:
             logger.info("%s rows to %s go %s: %s", phase, peer[-8:], choice.codec, choice.reason)
+        if session.lossless and choice.codec in LOSSY:
+            return LOSSLESS
         return choice.codec
 
     async def _push(

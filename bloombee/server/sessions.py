@@ -131,6 +131,7 @@ class Session:
         """Whether rows go to it, so that its way is worth measuring."""
         self.stages = opening.stages
         self.background = opening.background
+        self.lossless = opening.lossless
         self.onward = None if opening.next is None else Onward(opening.next)
         self.ring = None if opening.ring is None else Onward(opening.ring, ring=True)
 

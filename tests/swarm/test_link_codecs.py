@@ -81,6 +81,17 @@ def test_the_codec_follows_the_link(
     assert to_second[-2:] == [True, False], changes
 
 
+def test_rows_are_cut_only_for_clients_that_agree(source: ModelSource, local: Any) -> None:
+    with ClientSwarm(source, THREE, Size(kv_tokens=8192, codec="lossy-int8")) as swarm:
+        expected = local(prompts()).logits
+        exact = swarm.model(QUICK)(prompts()).logits
+        cut = swarm.model(QUICK.model_copy(update={"lossless": False}))(prompts()).logits
+        check(local, swarm.model(QUICK), 8)
+    torch.testing.assert_close(exact, expected)
+    assert not torch.allclose(cut, expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(cut, expected, rtol=0.1, atol=0.1)
+
+
 @pytest.mark.timeout(60)
 def test_rows_to_and_from_the_client_are_coded_too(auto: ClientSwarm, local: Any) -> None:
     model = auto.model(QUICK.model_copy(update={"codec": "auto"}))
