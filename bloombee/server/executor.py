@@ -212,6 +212,7 @@ class Executor:
         """Call `function` and have the loop set what it returns or raises."""
         try:
             result = function(self._pool)
+            self._room = self._pool.free_tokens
         except Exception as raised:
             if not isinstance(raised, BloomBeeError):
                 logger.exception("a call on the KV pool failed")
@@ -250,6 +251,7 @@ class Executor:
 
     def _settle(self, runs: Sequence[Run], failures: Sequence[Failure]) -> None:
         """Take finished and failed steps out of the queue and answer them."""
+        self._room = self._pool.free_tokens
         for failure in failures:
             self._fail([failure.waiting], failure.error)
         failed = {id(failure.waiting) for failure in failures}
@@ -281,7 +283,6 @@ class Executor:
         self._waiting = [one for one in self._waiting if id(one) not in gone]
 
     def _deliver(self) -> None:
-        self._room = self._pool.free_tokens
         deliveries, self._deliveries = self._deliveries, []
         if not deliveries or self._loop is None:
             return
